@@ -1,0 +1,51 @@
+"""Routed experts over ragged groups of tokens (torch reference).
+
+Tokens are sorted by expert, each expert that was hit does two matrix products on its rows, and the results are combined
+with the routing weights in float32. An expert's weights are asked for only when it is hit, so that packed weights can
+be decoded one expert at a time.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+
+def grouped_experts(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    num_experts: int,
+    weights_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """u_t = sum_k weight_tk * expert_k(x_t).
+
+    Args:
+        x: [T, D].
+        expert_ids: [T, k] chosen experts, distinct in a row.
+        expert_weights: [T, k] float32.
+        num_experts: E.
+        weights_of: expert -> (gate_up [2M, D], gate rows first; down [D, M]).
+        activation: [rows, 2M] -> [rows, M].
+
+    Returns:
+        [T, D] float32 (float64 for float64 x), summed in the order of the experts.
+    """
+    top_k = expert_ids.shape[-1]
+    flat_ids = expert_ids.flatten()
+    order = torch.argsort(flat_ids, stable=True)
+    counts = torch.bincount(flat_ids, minlength=num_experts).tolist()
+    tokens = order // top_k
+    weights = expert_weights.flatten()[order]
+    out = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    start = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        rows = tokens[start : start + count]
+        gate_up, down = weights_of(expert)
+        result = F.linear(activation(F.linear(x[rows], gate_up)), down)
+        out.index_add_(0, rows, result.to(out.dtype) * weights[start : start + count, None])
+        start += count
+    return out

@@ -1,0 +1,277 @@
+"""Kimi Delta Attention: gate, L2 norm, the recurrence token by token, and its chunked form (torch reference).
+
+For one head with key size K and value size V, state S [K, V] in float32 (Kimi K3 report, Eq. 1):
+
+    S <- diag(exp(g)) S;   e = v - S^T k;   S <- S + beta k e^T;   o = S^T q
+
+Chunked form (UT transform), inside a chunk with incoming state S0 and inclusive cumulative log-decay G:
+
+    L = stril(beta_i <k_i, k_j> e^(G_i - G_j))        A = tril(<q_i, k_j> e^(G_i - G_j))
+    w, u = (Id + L)^-1 [beta k e^G, beta v]            U = u - w S0
+    o = (q e^G) S0 + A U                               S_C = diag(e^G_C) S0 + (k e^(G_C - G))^T U
+
+Two properties decide how L and A are computed here:
+
+* No exponent is ever positive, for any gate, bounded or not. The pairwise decays e^(G_i - G_j) are factored block by
+  block over a binary tree: rows of the later half against columns of the earlier half, with the offset at the first row
+  of the later half, so each factor is at most 1. Only the diagonal is left, where the decay is 1.
+* Strict causality, also of rounding: every offset lies in the past of every row that it serves, so a later token cannot
+  change the bits of an earlier output or gradient.
+
+Sums of g run inside each block of the tree instead of being differences of one long cumulative sum, which would lose
+small decays behind a large one. Memory is O(T (C + K + V)) a head.
+"""
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64
+# Tokens whose chunk matrices exist at once when no gradient is recorded: bounds the extra memory of a long prefill.
+GROUP_TOKENS = 4096
+
+
+def working_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """float64 stays float64, everything else is computed in float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last dimension, in float32 (float64 for float64). eps belongs to the sum."""
+    x = x.to(working_dtype(x))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def kda_gate(
+    logits: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None
+) -> torch.Tensor:
+    """Log-decay g of every key channel.
+
+    With `lower_bound` (Kimi K3): g = lower_bound * sigmoid(exp(A_log) * (logits + dt_bias)), in (lower_bound, 0).
+    Without (Kimi-Linear): g = -exp(A_log) * softplus(logits + dt_bias).
+
+    Args:
+        logits: [..., H, K], output of the low-rank decay projection.
+        A_log: [H], float32.
+        dt_bias: [H * K], float32, one a channel.
+
+    Returns:
+        [..., H, K] float32 (float64 for float64 logits), never positive.
+    """
+    dtype = working_dtype(logits)
+    heads, size = logits.shape[-2:]
+    z = logits.to(dtype) + dt_bias.to(dtype).view(heads, size)
+    rate = A_log.to(dtype).exp().view(heads, 1)
+    if lower_bound is None:
+        # threshold: softplus(z) differs from z by less than a float64 can hold
+        return -rate * F.softplus(z, threshold=40.0)
+    return lower_bound * torch.sigmoid(rate * z)
+
+
+def recurrent_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence, one token after another; arguments and results as `chunk_kda` without `cu_seqlens`."""
+    dtype = working_dtype(q)
+    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
+    batch, length, heads, key_size = q.shape
+    q = q * (key_size**-0.5 if scale is None else scale)
+    state = _entry_state(initial_state, batch, heads, key_size, v.shape[-1], q)
+    outputs = []
+    for t in range(length):
+        state = state * g[:, t].exp()[..., None]
+        error = v[:, t] - torch.matmul(k[:, t, :, None], state).squeeze(-2)
+        state = state + k[:, t, :, :, None] * (beta[:, t, :, None] * error)[..., None, :]
+        outputs.append(torch.matmul(q[:, t, :, None], state).squeeze(-2))
+    return torch.stack(outputs, dim=1), state
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chunked Kimi Delta Attention, differentiable in every argument.
+
+    Args:
+        q, k: [B, T, H, K], L2-normalised; q not yet scaled.
+        v: [B, T, H, V].
+        g: [B, T, H, K] log-decay, never positive.
+        beta: [B, T, H], in (0, 1).
+        scale: of q; K^-0.5 when None.
+        initial_state: [N, H, K, V], zeros when None. N is B, or the number of sequences under `cu_seqlens`.
+        cu_seqlens: [N + 1] integer offsets of the sequences inside T (B must be 1); lengths of 0 are allowed.
+
+    Returns:
+        o [B, T, H, V] and the final states [N, H, K, V], both float32 (float64 for float64 q).
+
+    Raises:
+        ValueError: for shapes that do not fit, naming the argument.
+    """
+    batch, length, heads, key_size = q.shape
+    value_size = v.shape[-1]
+    _check_shapes(q, k, v, g, beta, cu_seqlens)
+    dtype = working_dtype(q)
+    q, k, v, g, beta = (x.to(dtype).flatten(0, 1) for x in (q, k, v, g, beta))
+    q = q * (key_size**-0.5 if scale is None else scale)
+
+    if cu_seqlens is None:
+        lengths = [length] * batch
+    else:
+        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+    sequences = len(lengths)
+    state = _entry_state(initial_state, sequences, heads, key_size, value_size, q)
+    if sum(lengths) == 0:
+        return q.new_zeros(batch, length, heads, value_size), state
+
+    table, steps, order = _chunk_table(lengths, q.device)
+    state = state[order]
+    outputs, finished = [], []
+    for first, last in _groups(steps, q, k, v, g, beta):
+        chunks = table[steps[first] : steps[last]]
+        blocks = [_gather(x, chunks) for x in (q, k, v, g, beta)]
+        q_decay, attn, w, u, k_restore, decay = _prepare(*blocks)
+        for step in range(first, last):
+            rows = slice(steps[step] - steps[first], steps[step + 1] - steps[first])
+            active = rows.stop - rows.start
+            if active < state.shape[0]:  # sequences are sorted, the shorter ones end first
+                finished.append(state[active:])
+                state = state[:active]
+            updated = u[rows] - w[rows] @ state
+            outputs.append(q_decay[rows] @ state + attn[rows] @ updated)
+            state = decay[rows] * state + k_restore[rows].transpose(-1, -2) @ updated
+    state = torch.cat([state, *reversed(finished)])
+    out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)  # [chunks * C, H, V]
+    # Every real token stands in exactly one row of the table; the padding rows go to a row that is cut off.
+    slots = torch.where(table >= 0, table, batch * length).flatten()
+    flat = out.new_zeros(batch * length + 1, heads, value_size).index_copy(0, slots, out)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(sequences, device=order.device)
+    return flat[:-1].view(batch, length, heads, value_size), state[inverse]
+
+
+def _check_shapes(q, k, v, g, beta, cu_seqlens):
+    for name, tensor, shape in (
+        ("k", k, q.shape),
+        ("g", g, q.shape),
+        ("v", v, (*q.shape[:3], v.shape[-1])),
+        ("beta", beta, q.shape[:3]),
+    ):
+        if tensor.shape != torch.Size(shape):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} to match q")
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs one packed row, but q has batch size {q.shape[0]}")
+
+
+def _entry_state(initial_state, sequences, heads, key_size, value_size, like):
+    shape = (sequences, heads, key_size, value_size)
+    if initial_state is None:
+        return like.new_zeros(shape)
+    if initial_state.shape != torch.Size(shape):
+        raise ValueError(f"initial_state has shape {tuple(initial_state.shape)}, expected {shape}")
+    return initial_state.to(like.dtype)
+
+
+def _chunk_table(lengths: list[int], device) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    """Cut every sequence into chunks and order the chunks by their step, so that each step is one batch.
+
+    Returns:
+        table [chunks, C]: token index of every slot, -1 for padding; rows ordered by (step, sequence).
+        steps: table rows of step s are steps[s]:steps[s + 1]; the sequences of a step are a prefix of `order`.
+        order [N]: sequences, longest first.
+    """
+    lengths_tensor = torch.tensor(lengths)
+    starts = torch.cumsum(lengths_tensor, 0) - lengths_tensor
+    order = torch.argsort(lengths_tensor, descending=True, stable=True)
+    chunks = ((lengths_tensor + CHUNK - 1) // CHUNK)[order]
+    steps = torch.arange(int(chunks[0]))
+    step, rank = torch.nonzero(steps[:, None] < chunks[None], as_tuple=True)
+    within = step[:, None] * CHUNK + torch.arange(CHUNK)
+    sequence = order[rank][:, None]
+    table = torch.where(within < lengths_tensor[sequence], starts[sequence] + within, -1)
+    offsets = [0, *torch.bincount(step, minlength=len(steps)).cumsum(0).tolist()]
+    return table.to(device), offsets, order.to(device)
+
+
+def _groups(steps: list[int], *tensors) -> list[tuple[int, int]]:
+    """Ranges of steps that are prepared together: everything under autograd, else about GROUP_TOKENS tokens."""
+    total = len(steps) - 1
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return [(0, total)]
+    groups, first = [], 0
+    for step in range(1, total + 1):
+        if step == total or (steps[step + 1] - steps[first]) * CHUNK > GROUP_TOKENS:
+            groups.append((first, step))
+            first = step
+    return groups
+
+
+def _gather(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """[tokens, H, ...] -> [chunks, H, C, ...]; padding slots are zero, which leaves the state as it is."""
+    blocks = x[table.clamp_min(0)]
+    padding = (table < 0).view(*table.shape, *[1] * (x.dim() - 1))
+    return blocks.masked_fill(padding, 0.0).transpose(1, 2)
+
+
+def _prepare(q, k, v, g, beta):
+    """Everything of a chunk that does not need its incoming state; inputs [n, H, C, K or V], beta [n, H, C]."""
+    attn, kk, from_start, to_end = _decayed_products(q, k, g)
+    start_decay = from_start.exp()
+    rhs = torch.cat([k * start_decay, v], dim=-1) * beta[..., None]
+    solved = torch.linalg.solve_triangular(kk * beta[..., None], rhs, upper=False, unitriangular=True)
+    w, u = solved.split([k.shape[-1], v.shape[-1]], dim=-1)
+    return q * start_decay, attn, w, u, k * to_end.exp(), start_decay[..., -1, :, None]
+
+
+def _decayed_products(q, k, g):
+    """The two triangular matrices of a chunk and the log-decays to its ends.
+
+    Args:
+        q, k, g: [n, H, C, K], C a power of two.
+
+    Returns:
+        attn [n, H, C, C] = tril(<q_i, k_j> e^(G_i - G_j)); kk, its strictly lower part with k_i for q_i;
+        from_start [n, H, C, K] = G_i; to_end [n, H, C, K] = G_C - G_i.
+    """
+    n, heads, chunk, size = q.shape
+    rows = torch.stack([q, k], dim=2)  # [n, H, 2, C, K]
+    diagonal = (q * k).sum(-1)
+    # Matrices of the blocks of the tree, [n, H, 2, blocks, s, s]: at first one token each, kk without its diagonal.
+    tree = torch.stack([diagonal, torch.zeros_like(diagonal)], dim=2)[..., None, None]
+    after_first = torch.zeros_like(g)  # sum of g over (first row of the block, i]
+    to_last = torch.zeros_like(g)  # sum of g over (i, last row of the block]
+    s = 1
+    while s < chunk:
+        pairs = (n, heads, chunk // (2 * s), 2, s, size)
+        early_to_last, late_after_first = to_last.view(pairs)[..., 0, :, :], after_first.view(pairs)[..., 1, :, :]
+        late_first_g = g.reshape(pairs)[..., 1, :1, :]
+        reach = early_to_last + late_first_g  # from an early row to the first late row
+        columns = k.reshape(pairs)[..., 0, :, :] * reach.exp()
+        late = rows.view(n, heads, 2, *pairs[2:])[..., 1, :, :] * late_after_first.exp()[:, :, None]
+        if s == 1:
+            cross = (late * columns[:, :, None]).sum(-1, keepdim=True)
+        else:
+            cross = late @ columns[:, :, None].transpose(-1, -2)
+        halves = tree.view(n, heads, 2, chunk // (2 * s), 2, s, s)
+        top = torch.cat([halves[..., 0, :, :], torch.zeros_like(cross)], dim=-1)
+        bottom = torch.cat([cross, halves[..., 1, :, :]], dim=-1)
+        tree = torch.cat([top, bottom], dim=-2)
+        early_total = after_first.view(pairs)[..., 0, -1:, :] + late_first_g  # (first early row, first late row]
+        late_total = late_after_first[..., -1:, :] + late_first_g
+        after_first = torch.stack(
+            [after_first.view(pairs)[..., 0, :, :], late_after_first + early_total], dim=-3
+        ).view_as(g)
+        to_last = torch.stack([early_to_last + late_total, to_last.view(pairs)[..., 1, :, :]], dim=-3).view_as(g)
+        s *= 2
+    attn, kk = tree.squeeze(3).unbind(2)
+    return attn, kk, after_first + g[..., :1, :], to_last

@@ -1,0 +1,76 @@
+"""MXFP4 weights: two E2M1 codes a byte, one E8M0 scale byte for 32 neighbouring input columns (torch reference).
+
+    W[o, 2j] = code of the low nibble of packed[o, j], W[o, 2j + 1] of the high nibble
+    value = (+-){0, 0.5, 1, 1.5, 2, 3, 4, 6}[nibble & 7] * 2^(scale - 127)
+
+Scale byte 255 is NaN in the OCP Microscaling specification and decodes to NaN here.
+"""
+
+import functools
+
+import torch
+
+GROUP = 32
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@functools.cache
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of the 16 codes and of the 256 scale bytes, float32."""
+    codes = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], dtype=torch.float32)
+    scales = torch.tensor([2.0 ** (s - 127) for s in range(255)] + [float("nan")], dtype=torch.float64)
+    return codes.to(device), scales.float().to(device)
+
+
+def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Decode packed weights; the product is exact in bfloat16 over its normal range.
+
+    Args:
+        packed: [..., K / 2] uint8.
+        scale: [..., K / 32] uint8.
+
+    Returns:
+        [..., K] in `dtype`.
+
+    Raises:
+        ValueError: if the two shapes do not belong together.
+    """
+    if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] * 2 != scale.shape[-1] * GROUP:
+        raise ValueError(
+            f"packed {tuple(packed.shape)} and scale {tuple(scale.shape)} do not belong together: "
+            f"a row of n packed bytes has n / {GROUP // 2} scales"
+        )
+    codes, scales = _tables(packed.device)
+    values = codes[torch.stack([packed & 15, packed >> 4], dim=-1).long()]
+    grouped = values.reshape(*scale.shape, GROUP) * scales[scale.long()][..., None]
+    return grouped.reshape(*packed.shape[:-1], packed.shape[-1] * 2).to(dtype)
+
+
+def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round to the nearest MXFP4 value, ties to the even code; the scale is the smallest that clips nothing.
+
+    Args:
+        weight: [..., K] floating point, finite, K a multiple of 32.
+
+    Returns:
+        packed [..., K / 2] and scale [..., K / 32], uint8.
+    """
+    if weight.shape[-1] % GROUP:
+        raise ValueError(f"the last dimension ({weight.shape[-1]}) must be a multiple of {GROUP}")
+    groups = weight.detach().float().unflatten(-1, (-1, GROUP))
+    largest = groups.abs().amax(-1)
+    if not torch.isfinite(largest).all():
+        raise ValueError("cannot quantize a weight that is not finite")
+    # frexp: largest / 6 = mantissa * 2^exponent with mantissa in [0.5, 1), so 2^exponent is the next power of two,
+    # except at an exact power of two, which is its own.
+    mantissa, exponent = torch.frexp(largest / _MAGNITUDES[-1])
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    scale = torch.where(largest > 0, (exponent + 127).clamp(0, 254), 127)
+    scaled = torch.ldexp(groups.double(), (127 - scale)[..., None])
+    bounds = scaled.new_tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    magnitude = scaled.abs()
+    code = torch.bucketize(magnitude, bounds)
+    tie = magnitude == bounds[code.clamp_max(6)]
+    code = torch.where(tie & (code % 2 == 1), code + 1, code)
+    code = (code + 8 * (torch.signbit(scaled) & (code > 0))).to(torch.uint8).flatten(-2)
+    return code[..., 0::2] | (code[..., 1::2] << 4), scale.to(torch.uint8)
