@@ -1,0 +1,471 @@
+"""Configurations of Kimi K3: the multimodal wrapper, the text model and the vision tower.
+
+Facts a reader needs:
+
+* The defaults are the released model's. A *file* (a dict that is read) is another matter: a key that a file leaves
+  out means that the feature is absent, because flat text-only checkpoints (Kimi-Linear-48B, small dense K3 models)
+  know nothing of the keys of K3. `from_dict` applies that rule, the constructor does not.
+* The released file says `model_type: kimi_linear` inside `text_config`. transformers maps that name to a class of its
+  own that ignores every K3 field, so in memory our text config is called `kimi_k3_text`; written back it is
+  `kimi_linear` again.
+* `quantization_config` (MXFP4 experts) lives in `KimiK3TextConfig.expert_quantization` in memory, because transformers
+  hands any model whose config shows `quantization_config` to a quantizer of its own, which needs `compressed-tensors`
+  and unpacks the experts. It is written back under its official key and place.
+* Layer lists in `linear_attn_config` count from 1.
+"""
+
+import copy
+from dataclasses import field
+from typing import Any, ClassVar
+
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedConfig
+
+MINIMUM_TRANSFORMERS, NEXT_MAJOR = "5.17.0", "6"
+if not Version(MINIMUM_TRANSFORMERS) <= Version(Version(transformers.__version__).base_version) < Version(NEXT_MAJOR):
+    raise ImportError(
+        f"kimi-k3 supports transformers >={MINIMUM_TRANSFORMERS},<{NEXT_MAJOR}, but {transformers.__version__} is "
+        f"installed: pip install 'transformers>={MINIMUM_TRANSFORMERS},<{NEXT_MAJOR}'"
+    )
+
+# 1-indexed, as in the file: 23 x [KDA, KDA, KDA, MLA], then one more MLA.
+_RELEASED_MLA_LAYERS = [*range(4, 93, 4), 93]
+_RELEASED_LINEAR_ATTN = {
+    "full_attn_layers": _RELEASED_MLA_LAYERS,
+    "gate_lower_bound": -5.0,
+    "head_dim": 128,
+    "kda_layers": [i for i in range(1, 94) if i not in _RELEASED_MLA_LAYERS],
+    "num_heads": 96,
+    "short_conv_kernel_size": 4,
+    "use_full_rank_gate": True,
+}
+
+# What a file means that does not mention the key.
+_ABSENT_IN_FILE = {
+    "activation_situ_beta": None,
+    "activation_situ_linear_beta": None,
+    "attn_res_block_size": None,
+    "first_k_dense_replace": 0,
+    "hidden_act": "silu",
+    "latent_moe_use_norm": False,
+    "mla_use_output_gate": False,
+    "num_experts": None,
+    "num_experts_per_token": None,
+    "num_shared_experts": None,
+    "q_lora_rank": None,
+    "routed_expert_hidden_size": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+# Keys that no computation of ours reads. They are kept only to be written back as they came.
+_CARRIED_KEYS = ("head_dim", "rope_scaling", "rope_theta", "model_max_length", "_name_or_path")
+
+_LINEAR_ATTN_KEYS = set(_RELEASED_LINEAR_ATTN)
+_ACTIVATIONS = ("situ", "silu")
+
+
+def _written_dict(config: PreTrainedConfig, output: dict[str, Any]) -> dict[str, Any]:
+    """Drop what transformers adds in memory and must not reach a file that other engines read."""
+    for key in ("_attn_implementation", "_experts_implementation", "output_attentions", "per_layer_config"):
+        if output.get(key) in (None, False):
+            output.pop(key, None)
+    return output
+
+
+class KimiK3TextConfig(PreTrainedConfig):
+    """Configuration of the text model: KDA and gated MLA layers, Attention Residuals, latent experts.
+
+    Every argument is a key of the released `text_config`; see the module docstring for what a missing key means.
+
+    Args:
+        linear_attn_config (`dict`): `kda_layers` and `full_attn_layers` (1-indexed, together every layer exactly once),
+            `num_heads` and `head_dim` of KDA, `short_conv_kernel_size`, `gate_lower_bound` (a negative number selects
+            the bounded decay gate, None the softplus gate of Kimi-Linear) and `use_full_rank_gate` (output gate by one
+            full matrix or by a low-rank pair).
+        attn_res_block_size (`int`, *optional*): decoder layers in a block of Attention Residuals; None is the ordinary
+            residual stream.
+        routed_expert_hidden_size (`int`, *optional*): width of the latent that routed experts work in; None is the
+            full width.
+        num_experts (`int`, *optional*): routed experts in a MoE layer; None or 0 makes every layer dense.
+        first_k_dense_replace (`int`): the first so many layers are dense.
+        activation_situ_beta, activation_situ_linear_beta (`float`, *optional*): caps of SiTU-GLU on the gate and on the
+            up branch. The first is required by `hidden_act="situ"`; None for the second leaves the up branch uncapped.
+        quantization_config (`dict`, *optional*): the released `compressed-tensors` section. Routed experts are then
+            held as packed MXFP4.
+
+    Raises:
+        ValueError: for a configuration that cannot work; the sentence names the field.
+    """
+
+    model_type = "kimi_k3_text"
+    base_config_key = "text_config"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "num_experts_per_tok": "num_experts_per_token",
+        "num_local_experts": "num_experts",
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "norm_topk_prob": "moe_renormalize",
+        "n_group": "num_expert_group",
+    }
+
+    vocab_size: int = 163840
+    hidden_size: int = 7168
+    intermediate_size: int = 33792
+    num_hidden_layers: int = 93
+    num_attention_heads: int = 96
+    num_key_value_heads: int | None = 96
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    mla_use_nope: bool = True
+    mla_use_output_gate: bool | None = True
+    linear_attn_config: dict = field(default_factory=lambda: copy.deepcopy(_RELEASED_LINEAR_ATTN))
+    attn_res_block_size: int | None = 12
+    hidden_act: str = "situ"
+    activation_situ_beta: float | None = 4.0
+    activation_situ_linear_beta: float | None = 25.0
+    first_k_dense_replace: int = 1
+    moe_layer_freq: int = 1
+    num_experts: int | None = 896
+    num_experts_per_token: int | None = 16
+    num_shared_experts: int | None = 2
+    moe_intermediate_size: int | None = 3072
+    routed_expert_hidden_size: int | None = 3584
+    latent_moe_use_norm: bool | None = True
+    moe_renormalize: bool = True
+    moe_router_activation_func: str = "sigmoid"
+    routed_scaling_factor: float = 1.0
+    num_expert_group: int | None = 1
+    topk_group: int | None = 1
+    topk_method: str = "noaux_tc"
+    use_grouped_topk: bool = True
+    num_nextn_predict_layers: int = 0
+    rms_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 1048576
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    output_router_logits: bool = False
+    bos_token_id: int | None = 163584
+    eos_token_id: int | list[int] | None = 163586
+    pad_token_id: int | None = 163839
+
+    def __post_init__(self, **kwargs):
+        kwargs.pop("model_type", None)
+        self.expert_quantization = kwargs.pop("quantization_config", None) or kwargs.pop("expert_quantization", None)
+        self._carried = {key: kwargs.pop(key) for key in _CARRIED_KEYS if key in kwargs}
+        self._carried.update(kwargs.pop("_carried", {}))
+        if "model_max_length" in self._carried:
+            self._read_model_max_length()
+        # Read before the base class, which walks the config and asks for `layer_types`.
+        self._validate_layers()
+        super().__post_init__(**kwargs)
+        self._validate()
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        config_dict = config_dict.get("text_config", config_dict)
+        if config_dict.get("model_type") == "kimi_linear":
+            config_dict = {**config_dict, "model_type": cls.model_type}
+        return config_dict, kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """Build from a file's dict: keys that it leaves out are absent features, not the released model's values."""
+        if "linear_attn_config" not in config_dict:
+            raise ValueError(
+                "linear_attn_config is missing from the text config: it lists the KDA and MLA layers and the KDA heads"
+            )
+        if config_dict.get("hidden_act") == "situ":
+            for key in ("activation_situ_beta", "activation_situ_linear_beta"):
+                if key not in config_dict:
+                    raise ValueError(
+                        f'hidden_act="situ" needs {key}, which the config leaves out; write a number'
+                        + (", or null for an uncapped up branch" if key.endswith("linear_beta") else "")
+                    )
+        aliases = {cls.attribute_map.get(key, key) for key in config_dict}
+        absent = {key: value for key, value in _ABSENT_IN_FILE.items() if key not in aliases}
+        linear = {"gate_lower_bound": None, "use_full_rank_gate": False, **config_dict["linear_attn_config"]}
+        return super().from_dict({**absent, **config_dict, "linear_attn_config": linear}, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        output = _written_dict(self, super().to_dict())
+        output.update(output.pop("_carried", None) or {})
+        if (quantization := output.pop("expert_quantization", None)) is not None:
+            output["quantization_config"] = quantization
+        output["model_type"] = "kimi_linear"
+        return output
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """The whole dict: a value equal to our default is still needed by readers whose default differs."""
+        return self.to_dict()
+
+    @property
+    def layer_types(self) -> list[str]:
+        """One of `linear_attention` (KDA) and `full_attention` (MLA) for each layer, counted from 0."""
+        kda = set(self.linear_attn_config["kda_layers"])
+        return ["linear_attention" if i + 1 in kda else "full_attention" for i in range(self.num_hidden_layers)]
+
+    @property
+    def mlp_layer_types(self) -> list[str]:
+        """`dense` or `sparse` for each layer."""
+        return [
+            "sparse"
+            if self.num_experts and i >= self.first_k_dense_replace and i % self.moe_layer_freq == 0
+            else "dense"
+            for i in range(self.num_hidden_layers)
+        ]
+
+    @property
+    def head_dim(self) -> int:
+        """Query and key size of an MLA head. The `head_dim` of released files is a meaningless class default."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def gate_lower_bound(self) -> float | None:
+        return self.linear_attn_config.get("gate_lower_bound")
+
+    @property
+    def is_kimi_linear_layout(self) -> bool:
+        """Checkpoints with the softplus gate store convolutions, output norm and selection bias in the model's dtype;
+        those with the bounded gate store them in float32."""
+        return self.gate_lower_bound is None
+
+    def _read_model_max_length(self):
+        default = type(self).max_position_embeddings
+        length = self._carried["model_max_length"]
+        if self.max_position_embeddings == default:
+            self.max_position_embeddings = length
+        elif self.max_position_embeddings != length:
+            raise ValueError(
+                f"max_position_embeddings ({self.max_position_embeddings}) and model_max_length ({length}) differ; "
+                "keep one"
+            )
+
+    def _validate_layers(self):
+        linear = self.linear_attn_config
+        if not isinstance(linear, dict):
+            raise ValueError(f"linear_attn_config must be a dict, got {type(linear).__name__}")
+        missing = {"kda_layers", "full_attn_layers", "num_heads", "head_dim", "short_conv_kernel_size"} - set(linear)
+        if missing:
+            raise ValueError(f"linear_attn_config lacks {', '.join(sorted(missing))}")
+        unknown = set(linear) - _LINEAR_ATTN_KEYS
+        if unknown:
+            raise ValueError(
+                f"linear_attn_config has keys this model does not implement: {', '.join(sorted(unknown))} "
+                "(KDA here has as many value heads as key heads, all of one size)"
+            )
+        kda, mla = list(linear["kda_layers"]), list(linear["full_attn_layers"])
+        both = sorted(set(kda) & set(mla))
+        if both:
+            raise ValueError(f"linear_attn_config lists layers {both} in kda_layers and in full_attn_layers")
+        expected = list(range(1, self.num_hidden_layers + 1))
+        if sorted(kda + mla) != expected:
+            left_out = sorted(set(expected) - set(kda + mla))
+            extra = sorted(i for i in set(kda + mla) if i not in expected)
+            raise ValueError(
+                f"kda_layers and full_attn_layers of linear_attn_config must name each of the {self.num_hidden_layers} "
+                f"layers once, counted from 1: left out {left_out}, out of range {extra}, "
+                f"{len(kda) + len(mla)} entries in all"
+            )
+
+    def _validate(self):
+        linear = self.linear_attn_config
+        for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
+            if not isinstance(linear[name], int) or linear[name] < 1:
+                raise ValueError(f"linear_attn_config.{name} must be a positive integer, got {linear[name]!r}")
+        bound = linear.get("gate_lower_bound")
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound < 0):
+            raise ValueError(
+                f"linear_attn_config.gate_lower_bound must be a negative number (bounded gate) or null (softplus gate), "
+                f"got {bound!r}"
+            )
+        if not isinstance(linear.get("use_full_rank_gate", False), bool):
+            raise ValueError("linear_attn_config.use_full_rank_gate must be true or false")
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError(
+                f"num_key_value_heads ({self.num_key_value_heads}) must equal num_attention_heads "
+                f"({self.num_attention_heads}): MLA shares one latent, it does not group heads"
+            )
+        if not self.mla_use_nope:
+            raise ValueError("mla_use_nope must be true: the text model of Kimi K3 has no rotary embedding")
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "kv_lora_rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.hidden_act not in _ACTIVATIONS:
+            raise ValueError(f"hidden_act {self.hidden_act!r} is not known; use one of {', '.join(_ACTIVATIONS)}")
+        if self.hidden_act == "situ" and not self.activation_situ_beta:
+            raise ValueError('hidden_act="situ" needs activation_situ_beta, a positive number')
+        if self.attn_res_block_size is not None and self.attn_res_block_size < 1:
+            raise ValueError(f"attn_res_block_size must be positive or null, got {self.attn_res_block_size}")
+        if self.num_experts:
+            self._validate_experts()
+        elif self.expert_quantization is not None:
+            raise ValueError("quantization_config packs routed experts, but num_experts is 0: remove one of the two")
+
+    def _validate_experts(self):
+        for name in ("num_experts_per_token", "moe_intermediate_size"):
+            if not getattr(self, name):
+                raise ValueError(f"num_experts is {self.num_experts}, so {name} must be a positive number")
+        if self.moe_router_activation_func != "sigmoid":
+            raise ValueError(
+                f"moe_router_activation_func {self.moe_router_activation_func!r} is not implemented; only 'sigmoid' is"
+            )
+        if self.topk_method != "noaux_tc":
+            raise ValueError(f"topk_method {self.topk_method!r} is not implemented; only 'noaux_tc' is")
+        if self.latent_moe_use_norm and not self.routed_expert_hidden_size:
+            raise ValueError("latent_moe_use_norm is true, so routed_expert_hidden_size (the latent width) is needed")
+        groups, chosen = self.num_expert_group or 1, self.topk_group or 1
+        if self.num_experts % groups:
+            raise ValueError(f"num_experts ({self.num_experts}) does not divide into num_expert_group ({groups})")
+        if chosen > groups:
+            raise ValueError(f"topk_group ({chosen}) exceeds num_expert_group ({groups})")
+        if self.num_experts_per_token > chosen * (self.num_experts // groups):
+            raise ValueError(
+                f"num_experts_per_token ({self.num_experts_per_token}) exceeds the {chosen * (self.num_experts // groups)}"
+                f" experts of topk_group ({chosen}) groups"
+            )
+        if groups > 1 and self.num_experts // groups < 2:
+            raise ValueError("num_expert_group leaves groups of one expert; a group is scored by its two best experts")
+        if self.expert_quantization is not None:
+            self._validate_quantization()
+
+    def _validate_quantization(self):
+        quantization = self.expert_quantization
+        if quantization.get("format") != "mxfp4-pack-quantized":
+            raise ValueError(
+                f"quantization_config.format {quantization.get('format')!r} is not implemented; "
+                "routed experts may be packed as 'mxfp4-pack-quantized'"
+            )
+        for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
+            size = getattr(self, name) or self.hidden_size
+            if size % 32:
+                raise ValueError(f"{name} ({size}) must be a multiple of 32, the MXFP4 group, for packed experts")
+
+
+class KimiK3VisionConfig(PreTrainedConfig):
+    """Configuration of the vision tower (MoonViT-V2) and of the projector into the text width."""
+
+    model_type = "kimi_k3_vision"
+    base_config_key = "vision_config"
+
+    activation_func: str = "gelu_pytorch_tanh"
+    attn_bias: bool = False
+    init_pos_emb_height: int = 64
+    init_pos_emb_time: int = 4
+    init_pos_emb_width: int = 64
+    linear_bias: bool = False
+    merge_kernel_size: list[int] = field(default_factory=lambda: [2, 2])
+    merge_type: str = "sd2_tpool"
+    mlp_type: str = "mlp2"
+    mm_hidden_size: int = 1024
+    mm_projector_type: str = "patchmergerv2"
+    norm_type: str = "rmsnorm"
+    patch_embed_proj_bias: bool = False
+    patch_size: int = 14
+    pos_emb_interpolation_mode: str = "bilinear"
+    pos_emb_type: str = "divided_fixed"
+    projector_hidden_act: str = "gelu"
+    projector_ln_eps: float = 1e-5
+    qkv_hidden_size: int = 1536
+    text_hidden_size: int = 7168
+    vt_hidden_size: int = 1024
+    vt_intermediate_size: int = 4096
+    vt_num_attention_heads: int = 12
+    vt_num_hidden_layers: int = 27
+
+    def __post_init__(self, **kwargs):
+        kwargs.pop("model_type", None)
+        # The released file asks for flash_attention_2; which kernel runs is the user's choice at load time.
+        kwargs.pop("_attn_implementation", None)
+        super().__post_init__(**kwargs)
+        if self.qkv_hidden_size % self.vt_num_attention_heads:
+            raise ValueError(
+                f"qkv_hidden_size ({self.qkv_hidden_size}) does not divide into vt_num_attention_heads "
+                f"({self.vt_num_attention_heads})"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return _written_dict(self, super().to_dict())
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+
+class KimiK3Config(PreTrainedConfig):
+    """Configuration of the multimodal model, as `config.json` of the released checkpoint holds it.
+
+    Args:
+        text_config (`KimiK3TextConfig` or `dict`, *optional*): the text model. A dict is read like a file.
+        vision_config (`KimiK3VisionConfig` or `dict`, *optional*): the vision tower. None with a `text_config` is a
+            model without vision; `KimiK3Config()` alone is the released model, vision included.
+    """
+
+    model_type = "kimi_k3"
+    sub_configs: ClassVar[dict] = {"text_config": KimiK3TextConfig, "vision_config": KimiK3VisionConfig}
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
+
+    text_config: KimiK3TextConfig | dict | None = None
+    vision_config: KimiK3VisionConfig | dict | None = None
+    ignore_index: int = -100
+    image_placeholder: str = "<|kimi_image_placeholder|>"
+    media_placeholder_token_id: int = 163605
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = 163584
+    eos_token_id: int | list[int] | None = 163586
+    pad_token_id: int | None = 163839
+
+    def __post_init__(self, **kwargs):
+        kwargs.pop("model_type", None)
+        if self.text_config is None:
+            if self.vision_config is None:
+                self.vision_config = KimiK3VisionConfig()
+            self.text_config = KimiK3TextConfig()
+        if isinstance(self.text_config, dict):
+            self.text_config = KimiK3TextConfig.from_dict(dict(self.text_config))
+        if isinstance(self.vision_config, dict):
+            self.vision_config = KimiK3VisionConfig(**self.vision_config)
+        # Some tools copy the section to the top level, where transformers would act on it (module docstring).
+        quantization = kwargs.pop("quantization_config", None)
+        if quantization is not None and self.text_config.expert_quantization is None:
+            self.text_config.expert_quantization = quantization
+        super().__post_init__(**kwargs)
+        if self.vision_config is not None and self.vision_config.text_hidden_size != self.text_config.hidden_size:
+            raise ValueError(
+                f"vision_config.text_hidden_size ({self.vision_config.text_hidden_size}) must equal "
+                f"text_config.hidden_size ({self.text_config.hidden_size})"
+            )
+        if self.tie_word_embeddings != self.text_config.tie_word_embeddings:
+            raise ValueError(
+                f"tie_word_embeddings is {self.tie_word_embeddings} at the top and "
+                f"{self.text_config.tie_word_embeddings} in text_config; make them equal"
+            )
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        if config_dict.get("text_config") is None and "hidden_size" in config_dict:
+            raise ValueError(
+                "this is a flat text config: use KimiK3TextConfig and KimiK3ForCausalLM, or an Auto class"
+            )
+        return super().from_dict(config_dict, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        output = _written_dict(self, super().to_dict())
+        if output.get("vision_config") is None:
+            output.pop("vision_config", None)
+        return output
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+
+__all__ = ["KimiK3Config", "KimiK3TextConfig", "KimiK3VisionConfig"]
