@@ -1,0 +1,43 @@
+"""kimi-k3: Kimi K3 for transformers.
+
+Importing the package registers its classes with the Auto classes, so that a checkpoint folder without code files loads:
+
+>>> import kimi_k3
+>>> from transformers import AutoModelForCausalLM
+>>> model = AutoModelForCausalLM.from_pretrained("path/to/checkpoint")
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .cache_kimi_k3 import HybridCache
+from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig, KimiK3VisionConfig
+from .modeling_kimi_k3 import (
+    CACHE_ARGUMENT,
+    KimiK3ForCausalLM,
+    KimiK3ForConditionalGeneration,
+    KimiK3Model,
+)
+
+AutoConfig.register("kimi_k3", KimiK3Config, exist_ok=True)
+AutoConfig.register("kimi_k3_text", KimiK3TextConfig, exist_ok=True)
+# Released text configs call themselves `kimi_linear`, which transformers gives to a class that ignores K3's fields.
+# `AutoConfig.register` insists on the class's own name, so this alias goes to the mapping behind it.
+CONFIG_MAPPING.register("kimi_linear", KimiK3TextConfig, exist_ok=True)
+AutoModel.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
+AutoModel.register(KimiK3TextConfig, KimiK3Model, exist_ok=True)
+AutoModelForCausalLM.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
+AutoModelForCausalLM.register(KimiK3TextConfig, KimiK3ForCausalLM, exist_ok=True)
+AutoModelForImageTextToText.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
+
+__version__ = "0.1.0"
+__all__ = [
+    "CACHE_ARGUMENT",
+    "HybridCache",
+    "KimiK3Config",
+    "KimiK3ForCausalLM",
+    "KimiK3ForConditionalGeneration",
+    "KimiK3Model",
+    "KimiK3TextConfig",
+    "KimiK3VisionConfig",
+]

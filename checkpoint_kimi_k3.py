@@ -1,0 +1,297 @@
+"""From the released tensor layout to the parameters of the model and back.
+
+Names in a checkpoint and in the model differ in three places only:
+
+    language_model.<name>                              <name>            when a text-only class reads a multimodal file
+    ...experts.{e}.w1 / .w3 / .w2                      ...experts.gate_up_proj [E, 2M, D] (w1 first), .down_proj [E, D, M]
+    A_log [128], the heads and then zeros; [1,1,H,1]   A_log [H]
+
+With packed experts the same holds for `.weight_packed` and `.weight_scale`. transformers applies the conversions while
+it loads and reverses them while it saves; which ones a model needs is decided by its own config, so they are attached
+to the model and not to transformers' global registry, where two copies of this file would overwrite each other.
+
+Every checkpoint is checked from its headers alone, before a byte of data is read: names, shapes and the pairing of
+packed weights with their scales.
+"""
+
+import dataclasses
+import inspect
+import json
+import math
+import os
+import struct
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    ConversionOps,
+    PrefixChange,
+    WeightConverter,
+    WeightTransform,
+    revert_weight_conversion,
+)
+
+# The two places where this module enters transformers' loader. If a release moves them, say so at import: without
+# the conversions a checkpoint would load as random weights and one warning.
+_LOADER_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
+if list(inspect.signature(PreTrainedModel._load_pretrained_model).parameters)[:4] != _LOADER_ARGUMENTS:
+    raise ImportError("this transformers release has changed its checkpoint loader; use transformers >=5.17,<=5.24")
+
+
+def padded_heads(heads: int) -> int:
+    """Length of `A_log` in a released file: the next power of two, at least 32 (96 heads are stored as 128)."""
+    return max(32, 1 << (heads - 1).bit_length())
+
+
+class HeadsFromFile(ConversionOps):
+    """`A_log` of a file to [H]: [H], [1, 1, H, 1] and zero-padded [P] are accepted, a non-zero tail is an error."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, model=None, **kwargs):
+        (tensors,) = input_dict.values()
+        tensor = tensors[0] if isinstance(tensors, list) else tensors
+        heads = model.config.get_text_config(decoder=True).linear_attn_config["num_heads"]
+        model._a_log_file_shape = tuple(tensor.shape)  # what came in goes out again
+        tensor = tensor.flatten()
+        if tensor.numel() < heads:
+            raise ValueError(f"{full_layer_name} has {tensor.numel()} entries for {heads} heads")
+        if tensor[heads:].any():
+            raise ValueError(
+                f"{full_layer_name} has {tensor.numel()} entries for {heads} heads, and those after the heads are not "
+                "zero: linear_attn_config.num_heads does not fit this checkpoint"
+            )
+        return {target_patterns[0]: tensor[:heads].clone()}
+
+    @property
+    def reverse_op(self):
+        return HeadsToFile()
+
+
+class HeadsToFile(ConversionOps):
+    """`A_log` [H] to the shape it had in the file, or to that of the released checkpoints of its family."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, model=None, **kwargs):
+        (tensors,) = input_dict.values()
+        tensor = tensors[0] if isinstance(tensors, list) else tensors
+        shape = getattr(model, "_a_log_file_shape", None)
+        if shape is None:
+            kimi_linear = model.config.get_text_config(decoder=True).is_kimi_linear_layout
+            shape = (1, 1, tensor.numel(), 1) if kimi_linear else (padded_heads(tensor.numel()),)
+        padding = tensor.new_zeros(math.prod(shape) - tensor.numel())
+        return {target_patterns[0]: torch.cat([tensor, padding]).view(shape)}
+
+    @property
+    def reverse_op(self):
+        return HeadsFromFile()
+
+
+class StackExperts(ConversionOps):
+    """The tensors of every expert to one [E, rows, columns]; several matrices (w1, w3) follow each other in the rows."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        matrices = [torch.stack(input_dict.pop(pattern)) for pattern in source_patterns]
+        return {target_patterns[0]: matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim=1)}
+
+    @property
+    def reverse_op(self):
+        return UnstackExperts()
+
+
+class UnstackExperts(ConversionOps):
+    """[E, rows, columns] to the tensors of every expert."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (tensors,) = input_dict.values()
+        tensor = tensors[0] if isinstance(tensors, list) else tensors
+        return {
+            pattern.replace("*", str(expert)): matrix
+            for pattern, part in zip(target_patterns, tensor.chunk(len(target_patterns), dim=1), strict=True)
+            for expert, matrix in enumerate(part.unbind(0))
+        }
+
+    @property
+    def reverse_op(self):
+        return StackExperts()
+
+
+class DequantizeExperts(ConversionOps):
+    """Packed experts of a file to one floating-point parameter [E, rows, columns], one expert at a time."""
+
+    def __init__(self, dequantize, dtype: torch.dtype):
+        self.dequantize, self.dtype = dequantize, dtype
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        # patterns come in pairs (packed, scale) for each matrix of an expert: w1, w3 or w2
+        pairs = [(input_dict[p], input_dict[s]) for p, s in zip(source_patterns[::2], source_patterns[1::2], strict=True)]
+        # The loader casts to the parameter's dtype on the way; bytes are exact in every floating-point dtype.
+        experts = [
+            torch.cat(
+                [
+                    self.dequantize(packed[e].to(torch.uint8), scale[e].to(torch.uint8), self.dtype)
+                    for packed, scale in pairs
+                ]
+            )
+            for e in range(len(pairs[0][0]))
+        ]
+        return {target_patterns[0]: torch.stack(experts)}
+
+    @property
+    def reverse_op(self):
+        raise NotImplementedError("dequantized experts are saved as floating point")
+
+
+def weight_conversions(config, expert_storage: str, dequantize=None) -> list[WeightTransform]:
+    """Conversions between the released layout and a model.
+
+    Args:
+        config: the model's config.
+        expert_storage: `packed`, `float`, or `dequantize` (packed in the file, floating point in the model).
+        dequantize: the MXFP4 decoder, for `dequantize`.
+    """
+    conversions: list[WeightTransform] = [
+        WeightConverter(r"self_attn.A_log", "self_attn.A_log", operations=[HeadsFromFile()])
+    ]
+    if not config.get_text_config(decoder=True).num_experts:
+        return conversions
+    if expert_storage == "dequantize":
+        dtype = torch.get_default_dtype()
+        for parts, target in ((("w1", "w3"), "gate_up_proj"), (("w2",), "down_proj")):
+            sources = [rf"\.experts.*.{w}.weight_{kind}" for w in parts for kind in ("packed", "scale")]
+            conversions.append(
+                WeightConverter(sources, rf"\.experts.{target}", operations=[DequantizeExperts(dequantize, dtype)])
+            )
+        return conversions
+    for kind in ("_packed", "_scale") if expert_storage == "packed" else ("",):
+        conversions += [
+            WeightConverter(
+                [rf"\.experts.*.w1.weight{kind}", rf"\.experts.*.w3.weight{kind}"],
+                rf"\.experts.gate_up_proj{kind}",
+                operations=[StackExperts()],
+            ),
+            WeightConverter(
+                rf"\.experts.*.w2.weight{kind}",
+                rf"\.experts.down_proj{kind}",
+                operations=[StackExperts()],
+            ),
+        ]
+    return conversions
+
+
+def released_tensors(model: PreTrainedModel) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Every tensor that saving the model writes: name -> (safetensors dtype, shape). Works on the meta device."""
+    tensors = revert_weight_conversion(model, {name: t.to("meta") for name, t in model.state_dict().items()})
+    return {name: (_SAFETENSORS_DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+
+
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+}
+
+
+def read_headers(files: list[str | os.PathLike]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Names, dtypes and shapes of safetensors files, without their data.
+
+    Raises:
+        ValueError: for a file that is not safetensors, is cut off, or repeats a tensor of another file.
+    """
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    origin: dict[str, str] = {}
+    for path in map(Path, files):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+            if length > size - 8:
+                raise ValueError(f"{path} is cut off or is not a safetensors file")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        data = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if 8 + length + data > size:
+            raise ValueError(f"{path} is cut off: its header describes {8 + length + data} bytes, the file has {size}")
+        for name, entry in header.items():
+            if name in origin:
+                raise ValueError(f"{name} is in {origin[name]} and in {path.name}")
+            origin[name] = path.name
+            tensors[name] = (entry["dtype"], tuple(entry["shape"]))
+    return tensors
+
+
+def check_headers(
+    model: PreTrainedModel, files: list[str], expert_storage: str, ignore_mismatched_sizes: bool = False
+) -> None:
+    """Refuse a checkpoint whose tensors do not fit the model, naming the tensor, before its data is read.
+
+    What is merely absent (a new head) or foreign is left to transformers' loading report; experts must be whole.
+
+    Raises:
+        ValueError: for a wrong shape, a missing expert tensor, or experts stored in the other form.
+    """
+    found = {_plain_name(name): (name, *entry) for name, entry in read_headers(files).items()}
+    expected = {_plain_name(name): entry for name, entry in _expected(model, expert_storage).items()}
+    packed = next((entry[0] for plain, entry in found.items() if plain.endswith(".w1.weight_packed")), None)
+    plain = next((entry[0] for plain, entry in found.items() if ".experts." in plain and plain.endswith("w1.weight")), None)
+    if packed is not None and expert_storage == "float":
+        raise ValueError(
+            f"the checkpoint stores packed experts ({packed}), but the config has no quantization_config: add it, "
+            "or pass dequantize=True with a config that has it"
+        )
+    if plain is not None and packed is None and expert_storage != "float":
+        raise ValueError(
+            f"the config has a quantization_config, but the checkpoint stores experts in floating point ({plain}): "
+            "remove quantization_config from the config"
+        )
+    for name, (dtype, shape) in expected.items():
+        entry = found.get(name)
+        if entry is None:
+            if ".experts." in name and (packed or plain):
+                raise ValueError(f"the checkpoint lacks {name}, so this expert cannot be built")
+            continue
+        original, file_dtype, file_shape = entry
+        if name.endswith("self_attn.A_log"):
+            continue  # several shapes are right; the conversion checks them
+        if dtype == "U8" and file_dtype != "U8":
+            raise ValueError(f"{original} is {file_dtype}, expected U8 (packed MXFP4)")
+        if file_shape != shape and not ignore_mismatched_sizes:
+            raise ValueError(f"{original} has shape {list(file_shape)}, the config asks for {list(shape)}")
+
+
+def _plain_name(name: str) -> str:
+    """A name that is the same in multimodal, text-only and headless files."""
+    return name.removeprefix("language_model.").removeprefix("model.")
+
+
+def _expected(model, expert_storage):
+    expected = released_tensors(model) if expert_storage != "dequantize" else {}
+    if expert_storage == "dequantize":
+        floating = {name: t.to("meta") for name, t in model.state_dict().items()}
+        for name, tensor in floating.items():
+            if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+                expected[name] = (_SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape))
+                continue
+            prefix = name.rsplit(".", 1)[0]
+            experts, rows, columns = tensor.shape
+            gate_up = name.endswith("gate_up_proj")
+            for w in ("w1", "w3") if gate_up else ("w2",):
+                for e in range(experts):
+                    half = (rows // 2 if gate_up else rows,)
+                    expected[f"{prefix}.{e}.{w}.weight_packed"] = ("U8", (*half, columns // 2))
+                    expected[f"{prefix}.{e}.{w}.weight_scale"] = ("U8", (*half, columns // 32))
+    return expected
+
+
+def load_checked(model, state_dict, checkpoint_files, load_config, conversions, expert_storage, *args, **kwargs):
+    """transformers' `_load_pretrained_model` with our conversions, after the headers were checked."""
+    if checkpoint_files and state_dict is None:
+        if not all(str(file).endswith(".safetensors") for file in checkpoint_files):
+            raise ValueError(f"only safetensors files are read, not {checkpoint_files[0]}: convert the checkpoint first")
+        check_headers(model, checkpoint_files, expert_storage, load_config.ignore_mismatched_sizes)
+    prefix = [] if hasattr(model, "language_model") else [PrefixChange(prefix_to_remove="language_model")]
+    load_config = dataclasses.replace(load_config, weight_mapping=[*prefix, *conversions])
+    result = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    # Saving reverses the model's own conversions, not those that happened to be used (and never the prefix).
+    model._weight_conversions = conversions
+    return result
