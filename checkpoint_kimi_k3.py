@@ -2,9 +2,10 @@
 
 Names in a checkpoint and in the model differ in three places only:
 
-    language_model.<name>                              <name>            when a text-only class reads a multimodal file
-    ...experts.{e}.w1 / .w3 / .w2                      ...experts.gate_up_proj [E, 2M, D] (w1 first), .down_proj [E, D, M]
-    A_log [128], the heads and then zeros; [1,1,H,1]   A_log [H]
+    language_model.<name>                        <name>, when a text-only class reads a multimodal file
+    experts.{e}.w1, experts.{e}.w3               experts.gate_up_proj [E, 2M, D], the rows of w1 first
+    experts.{e}.w2                               experts.down_proj [E, D, M]
+    A_log [128] (heads, then zeros), [1,1,H,1]   A_log [H]
 
 With packed experts the same holds for `.weight_packed` and `.weight_scale`. transformers applies the conversions while
 it loads and reverses them while it saves; which ones a model needs is decided by its own config, so they are attached
@@ -28,6 +29,7 @@ from transformers.core_model_loading import (
     ConversionOps,
     PrefixChange,
     WeightConverter,
+    WeightRenaming,
     WeightTransform,
     revert_weight_conversion,
 )
@@ -86,7 +88,7 @@ class HeadsToFile(ConversionOps):
 
 
 class StackExperts(ConversionOps):
-    """The tensors of every expert to one [E, rows, columns]; several matrices (w1, w3) follow each other in the rows."""
+    """The tensors of every expert to one [E, rows, columns]; w1 and w3 follow each other in the rows."""
 
     def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
         matrices = [torch.stack(input_dict.pop(pattern)) for pattern in source_patterns]
@@ -122,7 +124,9 @@ class DequantizeExperts(ConversionOps):
 
     def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
         # patterns come in pairs (packed, scale) for each matrix of an expert: w1, w3 or w2
-        pairs = [(input_dict[p], input_dict[s]) for p, s in zip(source_patterns[::2], source_patterns[1::2], strict=True)]
+        pairs = [
+            (input_dict[p], input_dict[s]) for p, s in zip(source_patterns[::2], source_patterns[1::2], strict=True)
+        ]
         # The loader casts to the parameter's dtype on the way; bytes are exact in every floating-point dtype.
         experts = [
             torch.cat(
@@ -233,7 +237,9 @@ def check_headers(
     found = {_plain_name(name): (name, *entry) for name, entry in read_headers(files).items()}
     expected = {_plain_name(name): entry for name, entry in _expected(model, expert_storage).items()}
     packed = next((entry[0] for plain, entry in found.items() if plain.endswith(".w1.weight_packed")), None)
-    plain = next((entry[0] for plain, entry in found.items() if ".experts." in plain and plain.endswith("w1.weight")), None)
+    plain = next(
+        (entry[0] for plain, entry in found.items() if ".experts." in plain and plain.endswith("w1.weight")), None
+    )
     if packed is not None and expert_storage == "float":
         raise ValueError(
             f"the checkpoint stores packed experts ({packed}), but the config has no quantization_config: add it, "
@@ -283,14 +289,24 @@ def _expected(model, expert_storage):
     return expected
 
 
+# transformers' own kimi_linear saves the dense MLP of its first layers as if it were a MoE block.
+_NATIVE_DENSE_MLP = tuple(
+    WeightRenaming(rf"\.block_sparse_moe\.{name}\.", rf".mlp.{name}.") for name in ("gate_proj", "up_proj", "down_proj")
+)
+
+
 def load_checked(model, state_dict, checkpoint_files, load_config, conversions, expert_storage, *args, **kwargs):
     """transformers' `_load_pretrained_model` with our conversions, after the headers were checked."""
     if checkpoint_files and state_dict is None:
         if not all(str(file).endswith(".safetensors") for file in checkpoint_files):
-            raise ValueError(f"only safetensors files are read, not {checkpoint_files[0]}: convert the checkpoint first")
+            raise ValueError(
+                f"only safetensors files are read, not {checkpoint_files[0]}: convert the checkpoint first"
+            )
         check_headers(model, checkpoint_files, expert_storage, load_config.ignore_mismatched_sizes)
-    prefix = [] if hasattr(model, "language_model") else [PrefixChange(prefix_to_remove="language_model")]
-    load_config = dataclasses.replace(load_config, weight_mapping=[*prefix, *conversions])
+    renamings = list(_NATIVE_DENSE_MLP)
+    if not hasattr(model, "language_model"):
+        renamings.append(PrefixChange(prefix_to_remove="language_model"))
+    load_config = dataclasses.replace(load_config, weight_mapping=[*renamings, *conversions])
     result = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     # Saving reverses the model's own conversions, not those that happened to be used (and never the prefix).
     model._weight_conversions = conversions

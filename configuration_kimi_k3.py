@@ -284,8 +284,8 @@ class KimiK3TextConfig(PreTrainedConfig):
         bound = linear.get("gate_lower_bound")
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound < 0):
             raise ValueError(
-                f"linear_attn_config.gate_lower_bound must be a negative number (bounded gate) or null (softplus gate), "
-                f"got {bound!r}"
+                f"linear_attn_config.gate_lower_bound must be a negative number (bounded gate) or null (softplus "
+                f"gate), got {bound!r}"
             )
         if not isinstance(linear.get("use_full_rank_gate", False), bool):
             raise ValueError("linear_attn_config.use_full_rank_gate must be true or false")
@@ -329,10 +329,11 @@ class KimiK3TextConfig(PreTrainedConfig):
             raise ValueError(f"num_experts ({self.num_experts}) does not divide into num_expert_group ({groups})")
         if chosen > groups:
             raise ValueError(f"topk_group ({chosen}) exceeds num_expert_group ({groups})")
-        if self.num_experts_per_token > chosen * (self.num_experts // groups):
+        eligible = chosen * (self.num_experts // groups)
+        if self.num_experts_per_token > eligible:
             raise ValueError(
-                f"num_experts_per_token ({self.num_experts_per_token}) exceeds the {chosen * (self.num_experts // groups)}"
-                f" experts of topk_group ({chosen}) groups"
+                f"num_experts_per_token ({self.num_experts_per_token}) exceeds the {eligible} experts of topk_group "
+                f"({chosen}) groups"
             )
         if groups > 1 and self.num_experts // groups < 2:
             raise ValueError("num_expert_group leaves groups of one expert; a group is scored by its two best experts")
@@ -453,9 +454,7 @@ class KimiK3Config(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
         if config_dict.get("text_config") is None and "hidden_size" in config_dict:
-            raise ValueError(
-                "this is a flat text config: use KimiK3TextConfig and KimiK3ForCausalLM, or an Auto class"
-            )
+            raise ValueError("this is a flat text config: use KimiK3TextConfig and KimiK3ForCausalLM, or an Auto class")
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,51 +1,42 @@
-"""Kimi K3: the hybrid text model (KDA and gated MLA over Attention Residuals and latent experts) and its heads.
+"""Kimi K3 models: loading and saving, the text backbone, and the two classes with a language-model head.
 
-The file reads in the order of the computation: norms, KDA layer, MLA layer, MLP and experts, decoder layer, model,
-heads. The operations with a kernel live in `kernels/`, each with its torch reference; this file holds the parameters
-and the data flow (`docs/design.md` draws it).
+The layers are in `layers_kimi_k3.py`, their operations in `kernels/`; `docs/design.md` draws the data flow.
 
-Files the remote-code loader must carry, in the slash form that its regular expression reads:
-
-from .kernels/attn_res import
-from .kernels/experts import
-from .kernels/kda import
-from .kernels/mxfp4 import
-from .kernels/short_conv import
-from .kernels/situ import
+transformers reads the text of this file to learn what a model supports. The routed experts are decorated with
+`@use_experts_implementation` (in `layers_kimi_k3.py`), so `set_experts_implementation` works.
 """
 
 import dataclasses
-import importlib
 import math
 import shutil
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import DynamicCache
-from transformers.integrations import use_experts_implementation
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .cache_kimi_k3 import HybridCache
 from .checkpoint_kimi_k3 import load_checked, weight_conversions
-from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig, KimiK3VisionConfig
-
-
-def _kernel(name):
-    """Modules below `kernels/` are out of reach of the remote-code loader's relative imports (module docstring)."""
-    return importlib.import_module(f".kernels.{name}", __package__)
-
-
-attn_res, experts_op, kda, mxfp4, short_conv, situ = map(
-    _kernel, ("attn_res", "experts", "kda", "mxfp4", "short_conv", "situ")
+from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
+from .layers_kimi_k3 import (
+    KimiK3DecoderLayer,
+    KimiK3DeltaAttention,
+    KimiK3Experts,
+    KimiK3PackedExperts,
+    KimiK3RMSNorm,
+    KimiK3RMSNormGated,
+    KimiK3ShortConvolution,
+    KimiK3TopkRouter,
+    attn_res,
+    mxfp4,
 )
+from .layout_kimi_k3 import token_layout
+from .vision_kimi_k3 import KimiK3Projector, KimiK3VisionTower
 
 logger = logging.get_logger(__name__)
 
@@ -53,470 +44,6 @@ logger = logging.get_logger(__name__)
 CACHE_ARGUMENT = (
     "cache" if "cache" in {f.name for f in dataclasses.fields(MoeModelOutputWithPast)} else "past_key_values"
 )
-
-# The latent norms of MLA keep the default of the official module, not `rms_norm_eps` (docs/design.md, disputed facts).
-LATENT_NORM_EPS = 1e-6
-
-
-def full_precision(device: torch.device):
-    """Autocast off: the parts that the architecture defines in float32 stay so under mixed-precision training."""
-    return torch.autocast(device.type, enabled=False)
-
-
-def at_least_float32() -> torch.dtype:
-    """dtype of the parameters that stay float32 when the model is built or loaded in a half precision."""
-    return torch.promote_types(torch.get_default_dtype(), torch.float32)
-
-
-@dataclasses.dataclass
-class TokenLayout:
-    """Which columns of a [B, T] forward are real tokens, and to which sequence each belongs.
-
-    Only made when some column is padding or a row holds several documents; a plain batch has none.
-
-    Attributes:
-        order: [n] flat indices of the real tokens, sequence after sequence.
-        cu_seqlens: [N + 1] offsets of the sequences inside `order`; a row of padding alone is a sequence of length 0.
-        documents: [B, T] number of the document of every column, None when each row is one document.
-    """
-
-    order: torch.Tensor
-    cu_seqlens: torch.Tensor
-    documents: torch.Tensor | None
-
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T, D] -> [1, n, D]"""
-        return x.flatten(0, 1)[self.order][None]
-
-    def put_back(self, x: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-        """[1, n, D] -> [B, T, D], zeros at the padding"""
-        flat = x.new_zeros(batch * length, x.shape[-1])
-        return flat.index_copy(0, self.order, x[0]).view(batch, length, -1)
-
-
-class KimiK3RMSNorm(nn.Module):
-    """float32 normalisation, rounded to the input's dtype **before** the weight is applied (two roundings)."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
-
-
-class KimiK3RMSNormGated(nn.Module):
-    """KDA output norm: norm first, sigmoid gate after, float32 throughout with one rounding at the end."""
-
-    def __init__(self, size: int, eps: float, dtype: torch.dtype):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """x and gate [..., V], of one dtype."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight.to(wide.dtype) * torch.sigmoid(gate.to(wide.dtype))).to(x.dtype)
-
-
-class KimiK3ShortConvolution(nn.Module):
-    """Weights of one causal depthwise convolution, [channels, 1, width] as in the checkpoint."""
-
-    def __init__(self, channels: int, width: int, dtype: torch.dtype):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width, dtype=dtype))
-
-    def forward(self, x, tail=None, cu_seqlens=None):
-        return short_conv.short_conv(x, self.weight, tail, cu_seqlens)
-
-
-class KimiK3DeltaAttention(nn.Module):
-    """Kimi Delta Attention (`architecture`: report p. 4-5; Kimi Linear, arXiv 2510.26692)."""
-
-    def __init__(self, config: KimiK3TextConfig, layer_idx: int):
-        super().__init__()
-        linear = config.linear_attn_config
-        self.layer_idx = layer_idx
-        self.num_heads, self.head_dim = linear["num_heads"], linear["head_dim"]
-        self.lower_bound = config.gate_lower_bound
-        hidden, channels, width = config.hidden_size, self.num_heads * self.head_dim, linear["short_conv_kernel_size"]
-        stored = torch.get_default_dtype() if config.is_kimi_linear_layout else at_least_float32()
-
-        self.q_proj = nn.Linear(hidden, channels, bias=False)
-        self.k_proj = nn.Linear(hidden, channels, bias=False)
-        self.v_proj = nn.Linear(hidden, channels, bias=False)
-        self.q_conv1d = KimiK3ShortConvolution(channels, width, stored)
-        self.k_conv1d = KimiK3ShortConvolution(channels, width, stored)
-        self.v_conv1d = KimiK3ShortConvolution(channels, width, stored)
-        self.f_a_proj = nn.Linear(hidden, self.head_dim, bias=False)
-        self.f_b_proj = nn.Linear(self.head_dim, channels, bias=False)
-        self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=at_least_float32()))
-        self.dt_bias = nn.Parameter(torch.empty(channels, dtype=at_least_float32()))
-        self.b_proj = nn.Linear(hidden, self.num_heads, bias=False)
-        self.full_rank_gate = linear.get("use_full_rank_gate", False)
-        if self.full_rank_gate:
-            self.g_proj = nn.Linear(hidden, channels, bias=False)
-        else:
-            self.g_a_proj = nn.Linear(hidden, self.head_dim, bias=False)
-            self.g_b_proj = nn.Linear(self.head_dim, channels, bias=False)
-        self.o_norm = KimiK3RMSNormGated(self.head_dim, config.rms_norm_eps, stored)
-        self.o_proj = nn.Linear(channels, hidden, bias=False)
-
-    def forward(self, hidden_states, cache: HybridCache | None = None, layout: TokenLayout | None = None):
-        """[B, T, hidden] -> [B, T, hidden]; reads and advances the layer's state in `cache`."""
-        batch, length, _ = hidden_states.shape
-        state = cache.layers[self.layer_idx] if cache is not None else None
-        tails = state.conv_tails if state is not None and state.is_initialized else (None, None, None)
-        recurrent = state.recurrent_state if state is not None else None
-        x, cu_seqlens = (hidden_states, None) if layout is None else (layout.take(hidden_states), layout.cu_seqlens)
-
-        q, q_tail = self.q_conv1d(self.q_proj(x), tails[0], cu_seqlens)
-        k, k_tail = self.k_conv1d(self.k_proj(x), tails[1], cu_seqlens)
-        v, v_tail = self.v_conv1d(self.v_proj(x), tails[2], cu_seqlens)
-        heads = (*x.shape[:2], self.num_heads, self.head_dim)
-        decay, beta = self.f_b_proj(self.f_a_proj(x)).view(heads), self.b_proj(x)
-        with full_precision(x.device):
-            inputs = (
-                kda.l2norm(q.view(heads)),
-                kda.l2norm(k.view(heads)),
-                v.view(heads),
-                kda.kda_gate(decay, self.A_log, self.dt_bias, self.lower_bound),
-                torch.sigmoid(beta.to(torch.promote_types(beta.dtype, torch.float32))),
-            )
-            if length == 1 and layout is None:
-                out, recurrent = kda.recurrent_kda(*inputs, initial_state=recurrent)
-            else:
-                out, recurrent = kda.chunk_kda(*inputs, initial_state=recurrent, cu_seqlens=cu_seqlens)
-        if state is not None:
-            state.store((q_tail, k_tail, v_tail), recurrent, length)
-
-        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        out = self.o_norm(out.to(q.dtype), gate.view(heads)).flatten(-2)
-        if layout is not None:
-            out = layout.put_back(out, batch, length)
-        return self.o_proj(out)
-
-
-def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """softmax(q k^T scaling + mask) v with a float32 softmax; query [B, H, T, D], key and value [B, H, S, D / V]."""
-    weights = torch.matmul(query, key.transpose(2, 3)) * scaling
-    if attention_mask is not None:
-        weights = weights + attention_mask
-    weights = F.softmax(weights, dim=-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
-    weights = F.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
-
-
-class KimiK3MLAttention(nn.Module):
-    """Multi-head latent attention without positions, optionally with a low-rank query and a sigmoid output gate.
-
-    What is cached is the compressed latent. A long prompt expands it into keys and values; a few new tokens against a
-    long cache are cheaper in the absorbed form, where `kv_b_proj` is folded into query and output and all heads read
-    the one latent. Both are the same sum in another order.
-    """
-
-    def __init__(self, config: KimiK3TextConfig, layer_idx: int):
-        super().__init__()
-        self.config, self.layer_idx = config, layer_idx
-        hidden, self.num_heads = config.hidden_size, config.num_attention_heads
-        self.nope_dim, self.rope_dim, self.v_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        self.qk_dim, self.kv_rank = self.nope_dim + self.rope_dim, config.kv_lora_rank
-        self.scaling = self.qk_dim**-0.5
-        self.is_causal = True
-
-        if config.q_lora_rank is None:
-            self.q_proj = nn.Linear(hidden, self.num_heads * self.qk_dim, bias=False)
-        else:
-            self.q_a_proj = nn.Linear(hidden, config.q_lora_rank, bias=False)
-            self.q_a_layernorm = KimiK3RMSNorm(config.q_lora_rank, LATENT_NORM_EPS)
-            self.q_b_proj = nn.Linear(config.q_lora_rank, self.num_heads * self.qk_dim, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.kv_rank + self.rope_dim, bias=False)
-        self.kv_a_layernorm = KimiK3RMSNorm(self.kv_rank, LATENT_NORM_EPS)
-        self.kv_b_proj = nn.Linear(self.kv_rank, self.num_heads * (self.nope_dim + self.v_dim), bias=False)
-        if config.mla_use_output_gate:
-            self.g_proj = nn.Linear(hidden, self.num_heads * self.v_dim, bias=False)
-        self.o_proj = nn.Linear(self.num_heads * self.v_dim, hidden, bias=False)
-
-    def forward(self, hidden_states, attention_mask=None, cache: HybridCache | None = None, **kwargs):
-        """[B, T, hidden] -> ([B, T, hidden], attention weights [B, H, T, S] or None)."""
-        batch, length, _ = hidden_states.shape
-        if self.config.q_lora_rank is None:
-            query = self.q_proj(hidden_states)
-        else:
-            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        query = query.view(batch, length, self.num_heads, self.qk_dim).transpose(1, 2)
-        latent, k_pe = self.kv_a_proj_with_mqa(hidden_states).split([self.kv_rank, self.rope_dim], dim=-1)
-        latents = torch.cat([self.kv_a_layernorm(latent), k_pe], dim=-1)
-        if cache is not None:
-            latents = cache.layers[self.layer_idx].append(latents)
-
-        if self._absorbing_is_cheaper(length, latents.shape[1]):
-            out, weights = self._absorbed(query, latents, attention_mask, **kwargs)
-        else:
-            out, weights = self._expanded(query, latents, attention_mask, **kwargs)
-        out = out.reshape(batch, length, -1)
-        if self.config.mla_use_output_gate:
-            out = out * torch.sigmoid(self.g_proj(hidden_states))
-        return self.o_proj(out), weights
-
-    def _absorbing_is_cheaper(self, queries: int, keys: int) -> bool:
-        """Multiplications a head: expanding costs `kv_rank * (nope + v)` a key, absorbing makes each pair wider."""
-        if queries == keys:
-            return False
-        wider = 2 * self.kv_rank - self.nope_dim - self.v_dim
-        return queries * wider < self.kv_rank * (self.nope_dim + self.v_dim)
-
-    def _expanded(self, query, latents, attention_mask, **kwargs):
-        batch, keys, _ = latents.shape
-        latent, k_pe = latents.split([self.kv_rank, self.rope_dim], dim=-1)
-        expanded = self.kv_b_proj(latent).view(batch, keys, self.num_heads, self.nope_dim + self.v_dim).transpose(1, 2)
-        key_nope, value = expanded.split([self.nope_dim, self.v_dim], dim=-1)
-        key = torch.cat([key_nope, k_pe[:, None].expand(-1, self.num_heads, -1, -1)], dim=-1)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        # The fused kernels of sdpa want one head size; without padding torch falls back to a [T, S] matrix.
-        padding = self.qk_dim - self.v_dim if self.config._attn_implementation == "sdpa" else 0
-        if padding > 0:
-            value = F.pad(value, (0, padding))
-        out, weights = attention(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
-        return out[..., : self.v_dim] if padding > 0 else out, weights
-
-    def _absorbed(self, query, latents, attention_mask, **kwargs):
-        """Heads become rows of one query against the latents: [B, 1, T * H, kv_rank + rope]."""
-        batch, heads, length, _ = query.shape
-        w_uk, w_uv = self.kv_b_proj.weight.view(heads, -1, self.kv_rank).split([self.nope_dim, self.v_dim], dim=1)
-        query_nope, query_pe = query.split([self.nope_dim, self.rope_dim], dim=-1)
-        rows = torch.cat([query_nope @ w_uk, query_pe], dim=-1).transpose(1, 2).reshape(batch, 1, length * heads, -1)
-        if attention_mask is not None and length > 1:
-            attention_mask = attention_mask.repeat_interleave(heads, dim=2)
-        latents = latents[:, None]
-        # Always the explicit form: it reads the latents once for all heads and makes rows x S scores, not T x S x H copies.
-        out, weights = eager_attention_forward(
-            self, rows, latents, latents[..., : self.kv_rank], self._additive(attention_mask, rows), self.scaling
-        )
-        out = out.view(batch, length, heads, self.kv_rank).transpose(1, 2) @ w_uv.transpose(1, 2)
-        return out.transpose(1, 2), weights.view(batch, length, heads, -1).transpose(1, 2)
-
-    @staticmethod
-    def _additive(mask, like):
-        if mask is None or mask.dtype != torch.bool:
-            return mask
-        return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(~mask, torch.finfo(like.dtype).min)
-
-
-def glu(config: KimiK3TextConfig, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The gated activation that the config names."""
-    if config.hidden_act == "situ":
-        return situ.situ_glu(gate, up, config.activation_situ_beta, config.activation_situ_linear_beta)
-    return situ.swiglu(gate, up)
-
-
-class KimiK3MLP(nn.Module):
-    """Dense gated MLP: the layers before the first MoE layer, and the shared experts as one wide MLP."""
-
-    def __init__(self, config: KimiK3TextConfig, intermediate_size: int):
-        super().__init__()
-        self.config = config
-        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(glu(self.config, self.gate_proj(x), self.up_proj(x)))
-
-
-class KimiK3TopkRouter(nn.Module):
-    """Sigmoid router in float32. The selection bias decides which experts are chosen, never how they are weighted."""
-
-    def __init__(self, config: KimiK3TextConfig):
-        super().__init__()
-        self.config = config
-        dtype = torch.get_default_dtype() if config.is_kimi_linear_layout else at_least_float32()
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        # A buffer: it is moved by a balancing rule, not by gradients.
-        self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts, dtype=dtype))
-
-    def forward(self, x):
-        """[T, hidden] -> logits [T, E] float32, chosen experts [T, k], their weights [T, k] float32."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        with full_precision(x.device):
-            logits = F.linear(x.to(dtype), self.weight.to(dtype))
-        scores = torch.sigmoid(logits)
-        choice = self._limit_groups(scores.detach() + self.e_score_correction_bias.to(dtype))
-        chosen = choice.topk(self.config.num_experts_per_token, dim=-1, sorted=False).indices
-        weights = scores.gather(-1, chosen)
-        if self.config.moe_renormalize and self.config.num_experts_per_token > 1:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return logits, chosen, weights * self.config.routed_scaling_factor
-
-    def _limit_groups(self, choice):
-        """Keep the experts of the `topk_group` groups whose two best experts score highest together."""
-        groups = self.config.num_expert_group or 1
-        kept = self.config.topk_group or 1
-        if not self.config.use_grouped_topk or groups == kept:
-            return choice
-        grouped = choice.unflatten(-1, (groups, -1))
-        best = grouped.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1, sorted=False).indices
-        dropped = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
-        return grouped.masked_fill(dropped[..., None], float("-inf")).flatten(-2)
-
-
-@use_experts_implementation
-class KimiK3Experts(nn.Module):
-    """Routed experts in floating point; `gate_up_proj` [E, 2M, D] has the gate rows (w1) first, `down_proj` [E, D, M]."""
-
-    def __init__(self, config: KimiK3TextConfig):
-        super().__init__()
-        self.config, self.num_experts = config, config.num_experts
-        size, width = config.routed_expert_hidden_size or config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * width, size))
-        self.down_proj = nn.Parameter(torch.empty(self.num_experts, size, width))
-
-    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return glu(self.config, *gate_up.chunk(2, dim=-1))
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        """[T, D] -> [T, D] float32, combined with the float32 routing weights."""
-        # unbind once: indexing a parameter for every expert would make a full-size gradient for each of them
-        gate_up, down = self.gate_up_proj.unbind(0), self.down_proj.unbind(0)
-        return experts_op.grouped_experts(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            self.num_experts,
-            lambda expert: (gate_up[expert], down[expert]),
-            self._apply_gate,
-        )
-
-
-class KimiK3PackedExperts(nn.Module):
-    """Routed experts as packed MXFP4: bytes in, bytes out, one expert decoded at a time when tokens hit it."""
-
-    def __init__(self, config: KimiK3TextConfig):
-        super().__init__()
-        self.config, self.num_experts = config, config.num_experts
-        size, width = config.routed_expert_hidden_size or config.hidden_size, config.moe_intermediate_size
-        for name, rows, columns in (("gate_up_proj", 2 * width, size), ("down_proj", size, width)):
-            for kind, bytes_a_row in (("packed", columns // 2), ("scale", columns // mxfp4.GROUP)):
-                data = torch.empty(self.num_experts, rows, bytes_a_row, dtype=torch.uint8)
-                self.register_parameter(f"{name}_{kind}", nn.Parameter(data, requires_grad=False))
-
-    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return glu(self.config, *gate_up.chunk(2, dim=-1))
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        def weights_of(expert):
-            dtype = hidden_states.dtype
-            return (
-                mxfp4.dequantize_mxfp4(self.gate_up_proj_packed[expert], self.gate_up_proj_scale[expert], dtype),
-                mxfp4.dequantize_mxfp4(self.down_proj_packed[expert], self.down_proj_scale[expert], dtype),
-            )
-
-        return experts_op.grouped_experts(
-            hidden_states, top_k_index, top_k_weights, self.num_experts, weights_of, self._apply_gate
-        )
-
-
-class KimiK3SparseMoeBlock(nn.Module):
-    """Stable LatentMoE: compress, route, experts in the latent width, norm, decompress; plus the shared experts."""
-
-    def __init__(self, config: KimiK3TextConfig):
-        super().__init__()
-        self.latent = config.routed_expert_hidden_size is not None
-        self.gate = KimiK3TopkRouter(config)
-        self.experts = (KimiK3Experts if config.expert_quantization is None else KimiK3PackedExperts)(config)
-        if self.latent:
-            size = config.routed_expert_hidden_size
-            self.routed_expert_down_proj = nn.Linear(config.hidden_size, size, bias=False)
-            if config.latent_moe_use_norm:
-                self.routed_expert_norm = KimiK3RMSNorm(size, config.rms_norm_eps)
-            self.routed_expert_up_proj = nn.Linear(size, config.hidden_size, bias=False)
-        if config.num_shared_experts:
-            self.shared_experts = KimiK3MLP(config, config.moe_intermediate_size * config.num_shared_experts)
-
-    def forward(self, x):
-        """[B, T, hidden] -> ([B, T, hidden], router logits [B * T, E])."""
-        flat = x.flatten(0, 1)
-        logits, chosen, weights = self.gate(flat)
-        routed = self.routed_expert_down_proj(flat) if self.latent else flat
-        routed = self.experts(routed, chosen, weights).to(routed.dtype)
-        if self.latent:
-            if hasattr(self, "routed_expert_norm"):
-                routed = self.routed_expert_norm(routed)
-            routed = self.routed_expert_up_proj(routed)
-        routed = routed.view_as(x)
-        if hasattr(self, "shared_experts"):
-            routed = routed + self.shared_experts(x)
-        return routed, logits
-
-
-class KimiK3DecoderLayer(GradientCheckpointingLayer):
-    """Attention and feed-forward, reading a mix over depth (or the ordinary residual stream).
-
-    Under Attention Residuals `partial` is the sum of the sublayer outputs of the running block and `blocks` are the
-    sums of the finished ones, the embedding first.
-    """
-
-    def __init__(self, config: KimiK3TextConfig, layer_idx: int):
-        super().__init__()
-        self.block_size, self.eps = config.attn_res_block_size, config.rms_norm_eps
-        self.layer_idx = layer_idx
-        self.is_linear = config.layer_types[layer_idx] == "linear_attention"
-        self.self_attn = (KimiK3DeltaAttention if self.is_linear else KimiK3MLAttention)(config, layer_idx)
-        if config.mlp_layer_types[layer_idx] == "sparse":
-            self.block_sparse_moe = KimiK3SparseMoeBlock(config)
-        else:
-            self.mlp = KimiK3MLP(config, config.intermediate_size)
-        self.input_layernorm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if self.block_size is not None:
-            self.self_attention_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.self_attention_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
-            self.mlp_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.mlp_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
-
-    @property
-    def starts_block(self) -> bool:
-        return self.block_size is not None and self.layer_idx % self.block_size == 0
-
-    def forward(self, partial, blocks, attention_mask=None, cache=None, layout=None, **kwargs):
-        """
-        Args:
-            partial: [B, T, hidden]; at a block's first layer the sum that is to be sealed.
-            blocks: tuple of [B, T, hidden]; without Attention Residuals empty.
-
-        Returns:
-            the new partial sum, the stream that this layer read, attention weights or None, router logits or None.
-        """
-        read = self._mix(blocks, partial, "self_attention") if blocks else partial
-        hidden = self.input_layernorm(read)
-        weights = None
-        if self.is_linear:
-            attended = self.self_attn(hidden, cache=cache, layout=layout)
-        else:
-            attended, weights = self.self_attn(hidden, attention_mask=attention_mask, cache=cache, **kwargs)
-        if self.starts_block:
-            blocks, partial = (*blocks, partial), attended
-        else:
-            partial = partial + attended
-        hidden = self._mix(blocks, partial, "mlp") if self.block_size is not None else partial
-        hidden = self.post_attention_layernorm(hidden)
-        logits = None
-        if hasattr(self, "block_sparse_moe"):
-            hidden, logits = self.block_sparse_moe(hidden)
-        else:
-            hidden = self.mlp(hidden)
-        return partial + hidden, read, weights, logits
-
-    def _mix(self, blocks, partial, sublayer):
-        norm, proj = getattr(self, f"{sublayer}_res_norm"), getattr(self, f"{sublayer}_res_proj")
-        return attn_res.attn_res_mix((*blocks, partial), norm.weight, proj.weight, self.eps)
 
 
 class KimiK3PreTrainedModel(PreTrainedModel):
@@ -618,7 +145,10 @@ class KimiK3PreTrainedModel(PreTrainedModel):
             init.zeros_(module.output_attn_res_proj.weight)
 
 
-CODE_FILES = ("cache_kimi_k3.py", "checkpoint_kimi_k3.py", "configuration_kimi_k3.py", "modeling_kimi_k3.py")
+# Saved beside the weights, with the files of `kernels/`.
+CODE_FILES = tuple(
+    f"{part}_kimi_k3.py" for part in ("cache", "checkpoint", "configuration", "layers", "layout", "modeling", "vision")
+)
 
 
 def auto_map(model: PreTrainedModel) -> dict[str, str]:
@@ -636,7 +166,7 @@ def auto_map(model: PreTrainedModel) -> dict[str, str]:
 def copy_code(folder: Path) -> None:
     """Write our files into a checkpoint folder, so that it needs nothing else; `kernels/` keeps its place."""
     source = Path(__file__).parent
-    kernels = Path(kda.__file__).parent
+    kernels = Path(attn_res.__file__).parent
     if folder.resolve() == source.resolve():
         return
     (folder / "kernels").mkdir(exist_ok=True)
@@ -723,7 +253,12 @@ class KimiK3Model(KimiK3PreTrainedModel):
         for layer in self.layers:
             entering = partial
             partial, read, weights, logits = layer(
-                partial, blocks, attention_mask=attention_mask, cache=cache if use_cache else None, layout=layout, **kwargs
+                partial,
+                blocks,
+                attention_mask=attention_mask,
+                cache=cache if use_cache else None,
+                layout=layout,
+                **kwargs,
             )
             if layer.starts_block:
                 blocks = (*blocks, entering)
@@ -752,71 +287,6 @@ def _one_cache(cache, past_key_values) -> HybridCache | None:
     return cache
 
 
-def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> TokenLayout | None:
-    """Find padding and packed documents; None for a plain batch, in which every row is one sequence of real tokens.
-
-    Args:
-        attention_mask: [B, S] with the T columns of this forward last, or None.
-        position_ids: [B, T] or None; a document starts where a position does not follow that of the real token before.
-        cu_seq_lens: [N + 1] offsets of documents in a packed row (B = 1), or None.
-        embeds: [B, T, hidden].
-        cache: while a cache holds tokens, positions are not read as documents.
-    """
-    batch, length, _ = embeds.shape
-    device = embeds.device
-    real = None
-    if attention_mask is not None and attention_mask.dim() == 2:
-        real = attention_mask[:, -length:].to(device).bool()
-        if real.all():
-            real = None
-    starts = _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cache)
-    if real is None and starts is None:
-        return None
-    real = torch.ones(batch, length, dtype=torch.bool, device=device) if real is None else real
-    order = real.flatten().nonzero().flatten()
-    if starts is None:
-        lengths = real.sum(-1)
-        documents = None
-    else:
-        documents = starts.flatten().cumsum(0).view(batch, length)
-        lengths = torch.bincount(documents.flatten()[order], minlength=int(documents[-1, -1]) + 1)[1:]
-    return TokenLayout(order, F.pad(lengths.cumsum(0), (1, 0)), documents)
-
-
-def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cache):
-    """[B, T] True where a document starts, None when no row holds more than one."""
-    if cache is not None and cache.get_seq_length() > 0:
-        return None
-    starts = torch.zeros(batch, length, dtype=torch.bool, device=device)
-    if cu_seq_lens is not None:
-        if batch != 1:
-            raise ValueError(f"cu_seq_lens_q describes one packed row, but the batch has {batch} rows")
-        offsets = cu_seq_lens.to(device).long()
-        if offsets[0] != 0 or offsets[-1] != length or (offsets.diff() < 0).any():
-            raise ValueError(f"cu_seq_lens_q must rise from 0 to the length of the row ({length}), got {offsets.tolist()}")
-        starts[0, offsets[:-1][offsets[:-1] < length]] = True
-    elif position_ids is not None and length > 1:
-        if position_ids.dim() != 2:  # positions of several axes say nothing about documents
-            return None
-        positions = position_ids.to(device).expand(batch, -1)
-        previous = positions[:, :-1]
-        if real is not None:
-            # the position of the last real token before each column, whatever padding lies between
-            index = torch.arange(length, device=device).expand(batch, -1).masked_fill(~real, -1)
-            last_real = index.cummax(-1).values[:, :-1]
-            previous = positions.gather(-1, last_real.clamp_min(0)).where(last_real >= 0, positions[:, 1:] - 1)
-        starts[:, 1:] = positions[:, 1:] != previous + 1
-        if real is not None:
-            starts &= real
-    else:
-        return None
-    starts[:, 0] = False
-    if not starts.any():
-        return None
-    starts[:, 0] = True
-    return starts
-
-
 class KimiK3GenerationMixin(GenerationMixin):
     """What generation needs to know of a model whose cache is a `HybridCache`."""
 
@@ -824,7 +294,8 @@ class KimiK3GenerationMixin(GenerationMixin):
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic"):
             raise ValueError(
-                f"cache_implementation={implementation!r} is not supported: recurrent states and latents live in HybridCache"
+                f"cache_implementation={implementation!r} is not supported: "
+                "recurrent states and latents live in HybridCache"
             )
         given = model_kwargs.get(CACHE_ARGUMENT)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
@@ -888,45 +359,6 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
             router_logits=outputs.router_logits,
             **{CACHE_ARGUMENT: outputs[CACHE_ARGUMENT] if CACHE_ARGUMENT in outputs else None},
         )
-
-
-class KimiK3VisionTower(nn.Module):
-    """Weights of MoonViT-V2. They load and save; images are refused by `KimiK3ForConditionalGeneration`."""
-
-    def __init__(self, config: KimiK3VisionConfig):
-        super().__init__()
-        width, patch = config.vt_hidden_size, config.patch_size
-        self.patch_embed = nn.Module()
-        self.patch_embed.proj = nn.Conv2d(3, width, patch, stride=patch, bias=config.patch_embed_proj_bias)
-        table = torch.empty(config.init_pos_emb_height, config.init_pos_emb_width, width)
-        self.patch_embed.register_module("pos_emb", nn.Module())
-        self.patch_embed.pos_emb.weight = nn.Parameter(table.normal_())
-        self.encoder = nn.Module()
-        self.encoder.blocks = nn.ModuleList(self._block(config) for _ in range(config.vt_num_hidden_layers))
-        self.encoder.final_layernorm = nn.RMSNorm(width)
-
-    @staticmethod
-    def _block(config: KimiK3VisionConfig) -> nn.Module:
-        width, block = config.vt_hidden_size, nn.Module()
-        block.norm0, block.norm1 = nn.RMSNorm(width), nn.RMSNorm(width)
-        block.wqkv = nn.Linear(width, 3 * config.qkv_hidden_size, bias=config.attn_bias)
-        block.wo = nn.Linear(config.qkv_hidden_size, width, bias=config.attn_bias)
-        block.mlp = nn.Module()
-        block.mlp.fc0 = nn.Linear(width, config.vt_intermediate_size, bias=config.linear_bias)
-        block.mlp.fc1 = nn.Linear(config.vt_intermediate_size, width, bias=config.linear_bias)
-        return block
-
-
-class KimiK3Projector(nn.Module):
-    """Weights of the projector from merged patches into the text width."""
-
-    def __init__(self, config: KimiK3VisionConfig):
-        super().__init__()
-        width = config.mm_hidden_size * math.prod(config.merge_kernel_size)
-        self.proj = nn.Sequential(
-            nn.Linear(width, width, bias=False), nn.GELU(), nn.Linear(width, config.text_hidden_size, bias=False)
-        )
-        self.post_norm = nn.RMSNorm(config.text_hidden_size, eps=config.projector_ln_eps)
 
 
 class KimiK3ForConditionalGeneration(KimiK3PreTrainedModel, KimiK3GenerationMixin):

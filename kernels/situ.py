@@ -7,7 +7,8 @@ import torch.nn.functional as F
 def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
     """[beta tanh(a / beta) sigmoid(a)] * [linear_beta tanh(b / linear_beta)], in float32 with one rounding at the end.
 
-    The sigmoid takes the uncapped gate; `linear_beta` None leaves the up branch uncapped. |result| <= beta * linear_beta.
+    The sigmoid takes the uncapped gate; `linear_beta` None leaves the up branch uncapped, otherwise the result is
+    at most beta * linear_beta.
 
     Args:
         gate, up: [..., m], same dtype, which the result has too.

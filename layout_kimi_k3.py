@@ -1,0 +1,103 @@
+"""Padding and packing: which columns of a batch are real tokens, and which sequence each belongs to.
+
+Convolution and recurrence must see every sequence alone and without padding, so the KDA layers work on the real tokens
+only, laid end to end (`cu_seqlens`); the MLA layers mask instead.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclasses.dataclass
+class TokenLayout:
+    """Which columns of a [B, T] forward are real tokens, and to which sequence each belongs.
+
+    Only made when some column is padding or a row holds several documents; a plain batch has none.
+
+    Attributes:
+        order: [n] flat indices of the real tokens, sequence after sequence.
+        cu_seqlens: [N + 1] offsets of the sequences inside `order`; a row of padding alone is a sequence of length 0.
+        documents: [B, T] number of the document of every column, None when each row is one document.
+    """
+
+    order: torch.Tensor
+    cu_seqlens: torch.Tensor
+    documents: torch.Tensor | None
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, D] -> [1, n, D]"""
+        return x.flatten(0, 1)[self.order][None]
+
+    def put_back(self, x: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+        """[1, n, D] -> [B, T, D], zeros at the padding"""
+        flat = x.new_zeros(batch * length, x.shape[-1])
+        return flat.index_copy(0, self.order, x[0]).view(batch, length, -1)
+
+
+def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> TokenLayout | None:
+    """Find padding and packed documents; None for a plain batch, in which every row is one sequence of real tokens.
+
+    Args:
+        attention_mask: [B, S] with the T columns of this forward last, or None.
+        position_ids: [B, T] or None; a document starts where a position does not follow that of the real token before.
+        cu_seq_lens: [N + 1] offsets of documents in a packed row (B = 1), or None.
+        embeds: [B, T, hidden].
+        cache: while a cache holds tokens, positions are not read as documents.
+    """
+    batch, length, _ = embeds.shape
+    device = embeds.device
+    real = None
+    if attention_mask is not None and attention_mask.dim() == 2:
+        real = attention_mask[:, -length:].to(device).bool()
+        if real.all():
+            real = None
+    starts = _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cache)
+    if real is None and starts is None:
+        return None
+    real = torch.ones(batch, length, dtype=torch.bool, device=device) if real is None else real
+    order = real.flatten().nonzero().flatten()
+    if starts is None:
+        lengths = real.sum(-1)
+        documents = None
+    else:
+        documents = starts.flatten().cumsum(0).view(batch, length)
+        lengths = torch.bincount(documents.flatten()[order], minlength=int(documents[-1, -1]) + 1)[1:]
+    return TokenLayout(order, F.pad(lengths.cumsum(0), (1, 0)), documents)
+
+
+def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cache):
+    """[B, T] True where a document starts, None when no row holds more than one."""
+    if cache is not None and cache.get_seq_length() > 0:
+        return None
+    starts = torch.zeros(batch, length, dtype=torch.bool, device=device)
+    if cu_seq_lens is not None:
+        if batch != 1:
+            raise ValueError(f"cu_seq_lens_q describes one packed row, but the batch has {batch} rows")
+        offsets = cu_seq_lens.to(device).long()
+        if offsets[0] != 0 or offsets[-1] != length or (offsets.diff() < 0).any():
+            raise ValueError(
+                f"cu_seq_lens_q must rise from 0 to the length of the row ({length}), got {offsets.tolist()}"
+            )
+        starts[0, offsets[:-1][offsets[:-1] < length]] = True
+    elif position_ids is not None and length > 1:
+        if position_ids.dim() != 2:  # positions of several axes say nothing about documents
+            return None
+        positions = position_ids.to(device).expand(batch, -1)
+        previous = positions[:, :-1]
+        if real is not None:
+            # the position of the last real token before each column, whatever padding lies between
+            index = torch.arange(length, device=device).expand(batch, -1).masked_fill(~real, -1)
+            last_real = index.cummax(-1).values[:, :-1]
+            previous = positions.gather(-1, last_real.clamp_min(0)).where(last_real >= 0, positions[:, 1:] - 1)
+        starts[:, 1:] = positions[:, 1:] != previous + 1
+        if real is not None:
+            starts &= real
+    else:
+        return None
+    starts[:, 0] = False
+    if not starts.any():
+        return None
+    starts[:, 0] = True
+    return starts
