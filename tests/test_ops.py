@@ -1,0 +1,211 @@
+"""The other reference operations: short convolution, depth mix, gated activations, MXFP4, grouped experts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kimi_k3.kernels import attn_res, experts, mxfp4, short_conv, situ
+
+
+def conv_oracle(x, weight):
+    """One sequence [T, P] by torch's own convolution."""
+    width = weight.shape[-1]
+    padded = F.pad(x.T[None], (width - 1, 0))
+    return F.silu(F.conv1d(padded, weight, groups=x.shape[1]))[0].T
+
+
+def test_short_conv_equals_torch_convolution():
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 11, 6, dtype=torch.float64), torch.randn(6, 1, 4, dtype=torch.float64)
+    y, tail = short_conv.short_conv(x, weight)
+    for row in range(2):
+        torch.testing.assert_close(y[row], conv_oracle(x[row], weight))
+    assert torch.equal(tail, x[:, -3:])
+
+
+@pytest.mark.parametrize("pieces", [[1] * 9, [2, 1, 6], [3, 6], [8, 1]], ids=str)
+def test_short_conv_over_pieces_shorter_than_the_kernel(pieces):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 9, 6, dtype=torch.float64), torch.randn(6, 1, 4, dtype=torch.float64)
+    expected, _ = short_conv.short_conv(x, weight)
+    tail, outputs = None, []
+    for piece in x.split(pieces, dim=1):
+        out, tail = short_conv.short_conv(piece, weight, tail)
+        outputs.append(out)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), expected)
+    assert torch.equal(tail, x[:, -3:])
+
+
+def test_short_conv_restarts_at_every_sequence():
+    """Fault 55: the first tokens of a second document equal a fresh start; empty sequences keep their tail."""
+    torch.manual_seed(0)
+    lengths = [5, 0, 1, 2, 7]
+    x, weight = torch.randn(1, 15, 6, dtype=torch.float64), torch.randn(6, 1, 4, dtype=torch.float64)
+    history = torch.randn(5, 3, 6, dtype=torch.float64)
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
+    fresh, _ = short_conv.short_conv(x, weight, cu_seqlens=offsets)
+    y, tails = short_conv.short_conv(x, weight, history, offsets)
+    for i, length in enumerate(lengths):
+        alone = x[0, offsets[i] : offsets[i + 1]]
+        with_history = torch.cat([history[i], alone])
+        assert torch.equal(tails[i], with_history[length:])
+        if length:
+            torch.testing.assert_close(fresh[0, offsets[i] : offsets[i + 1]], conv_oracle(alone, weight))
+            torch.testing.assert_close(y[0, offsets[i] : offsets[i + 1]], conv_oracle(with_history, weight)[3:])
+
+
+def test_short_conv_accumulates_in_float32():
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 8, 4).bfloat16(), torch.randn(4, 1, 4)
+    y, _ = short_conv.short_conv(x, weight)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y[0], conv_oracle(x[0].float(), weight).bfloat16())
+
+
+def attn_res_oracle(sources, norm, proj, eps):
+    """softmax over depth of <normed source * norm, proj>, as the paper writes it, on a stack."""
+    stacked = torch.stack(sources, dim=-2).double()
+    normed = F.rms_norm(stacked, stacked.shape[-1:], eps=eps) * norm.double()
+    weights = (normed @ proj.double().view(-1)).softmax(-1)
+    return (weights[..., None] * stacked).sum(-2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_attn_res_mix(count):
+    """Fault 117: scores from norm.weight * proj.weight on normalised values, values mixed un-normalised."""
+    torch.manual_seed(0)
+    sources = [torch.randn(2, 5, 32, dtype=torch.float64) * (i + 1) for i in range(count)]
+    norm, proj = torch.rand(32, dtype=torch.float64) + 0.5, torch.randn(1, 32, dtype=torch.float64)
+    out = attn_res.attn_res_mix(sources, norm, proj, 1e-5)
+    torch.testing.assert_close(out, attn_res_oracle(sources, norm, proj, 1e-5))
+    reordered = attn_res.attn_res_mix(sources[::-1], norm, proj, 1e-5)
+    torch.testing.assert_close(out, reordered)
+
+
+def test_attn_res_mix_in_bfloat16_rounds_once():
+    """Fault 117: float32 inside, so the drift of a half-precision mix is one rounding."""
+    torch.manual_seed(0)
+    sources = [torch.randn(4, 64).bfloat16() for _ in range(5)]
+    norm, proj = torch.rand(64).bfloat16(), torch.randn(1, 64).bfloat16()
+    out = attn_res.attn_res_mix(sources, norm, proj, 1e-5)
+    expected = attn_res_oracle(sources, norm, proj, 1e-5)
+    assert out.dtype == torch.bfloat16
+    assert ((out.double() - expected).abs() <= expected.abs() * 2**-8 + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    "gate, up, expected",
+    [(1, 1, 0.7158178281), (10, 30, 82.2458215453), (-3, 5, -0.5945436833), (0.5, -40, -7.1341465341)],
+)
+def test_situ_values(gate, up, expected):
+    got = situ.situ_glu(torch.tensor([gate]).double(), torch.tensor([up]).double(), 4.0, 25.0)
+    assert got.item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_situ_uncapped_up_branch_and_bound():
+    gate, up = torch.tensor([1.0]).double(), torch.tensor([1000.0]).double()
+    capped = situ.situ_glu(gate, up, 4.0, 25.0)
+    assert situ.situ_glu(gate, up, 4.0, None) == pytest.approx((capped / 25 * 1000).item())
+    extreme = torch.tensor([-1e4, 1e4])
+    assert situ.situ_glu(extreme, extreme, 4.0, 25.0).abs().max() <= 100
+
+
+def test_mxfp4_every_code_and_every_scale_byte():
+    """Fault 84: byte s is 2^(s - 127), 255 is NaN; all 16 codes against float64."""
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    codes = torch.arange(16, dtype=torch.uint8)
+    row = codes.repeat(2)
+    packed = (row[0::2] | (row[1::2] << 4)).repeat(256, 1)
+    scale = torch.arange(256, dtype=torch.uint8)[:, None]
+    got = mxfp4.dequantize_mxfp4(packed, scale, torch.float32)
+    values = torch.tensor([*magnitudes, *(-m for m in magnitudes)], dtype=torch.float64).repeat(2)
+    for byte in range(255):
+        expected = values * 2.0 ** (byte - 127)
+        assert torch.equal(got[byte].double(), expected.float().double()), byte
+    assert torch.isnan(got[255]).all()
+
+
+def test_mxfp4_low_nibble_comes_first():
+    """Fault 114: byte 0x2B is (-1.5, 1.0) before scaling; with scale byte 125 it is (-0.375, 0.25)."""
+    packed = torch.tensor([[0x2B] + [0] * 15], dtype=torch.uint8)
+    for scale, expected in ((127, [-1.5, 1.0]), (125, [-0.375, 0.25])):
+        got = mxfp4.dequantize_mxfp4(packed, torch.tensor([[scale]], dtype=torch.uint8), torch.float64)
+        assert got[0, :2].tolist() == expected
+
+
+def test_mxfp4_is_exact_in_bfloat16():
+    torch.manual_seed(0)
+    packed = torch.randint(0, 256, (64, 48), dtype=torch.uint8)
+    scale = torch.randint(1, 250, (64, 3), dtype=torch.uint8)
+    wide = mxfp4.dequantize_mxfp4(packed, scale, torch.float64)
+    assert torch.equal(mxfp4.dequantize_mxfp4(packed, scale, torch.bfloat16).double(), wide)
+
+
+def test_mxfp4_quantizes_to_the_nearest_value():
+    """Fault 109: the round trip gives the nearest representable value; nothing is clipped; ties go to the even code."""
+    torch.manual_seed(0)
+    weight = torch.randn(32, 96)
+    packed, scale = mxfp4.quantize_mxfp4(weight)
+    assert packed.shape == (32, 48) and scale.shape == (32, 3)
+    got = mxfp4.dequantize_mxfp4(packed, scale, torch.float64)
+    step = torch.exp2(scale.double() - 127)[..., None]
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).double()
+    groups = weight.double().view(32, 3, 32)
+    best = (groups.abs()[..., None] - grid * step[..., None]).abs().amin(-1)
+    torch.testing.assert_close((got.view(32, 3, 32) - groups).abs(), best, rtol=0, atol=1e-12)
+    assert (groups.abs() <= 6 * step).all()
+    again = mxfp4.dequantize_mxfp4(*mxfp4.quantize_mxfp4(got.float()), torch.float64)
+    assert torch.equal(again, got)
+    ties = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] + [0.0] * 24])
+    assert mxfp4.dequantize_mxfp4(*mxfp4.quantize_mxfp4(ties))[0, :8].tolist() == [0, 1, 1, 2, 2, 4, 4, 6]
+
+
+def test_mxfp4_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="multiple of 32"):
+        mxfp4.quantize_mxfp4(torch.randn(2, 40))
+    with pytest.raises(ValueError, match="not finite"):
+        mxfp4.quantize_mxfp4(torch.full((1, 32), float("inf")))
+    with pytest.raises(ValueError, match="belong together"):
+        mxfp4.dequantize_mxfp4(torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8))
+
+
+def test_mxfp4_of_zeros_and_of_tiny_values():
+    for weight in (torch.zeros(1, 32), torch.full((1, 32), 1e-40), torch.full((1, 32), 1e38)):
+        got = mxfp4.dequantize_mxfp4(*mxfp4.quantize_mxfp4(weight), torch.float32)
+        torch.testing.assert_close(got, weight, rtol=0.34, atol=1e-38)
+
+
+def test_grouped_experts_equal_a_loop_over_tokens():
+    torch.manual_seed(0)
+    tokens, size, width, count, top_k = 13, 6, 4, 5, 2
+    x = torch.randn(tokens, size, dtype=torch.float64)
+    gate_up, down = torch.randn(count, 2 * width, size).double(), torch.randn(count, size, width).double()
+    ids = torch.stack([torch.randperm(count - 1)[:top_k] for _ in range(tokens)])  # the last expert is never hit
+    weights = torch.rand(tokens, top_k).double()
+    asked = []
+
+    def weights_of(expert):
+        asked.append(expert)
+        return gate_up[expert], down[expert]
+
+    def activation(h):
+        return situ.swiglu(*h.chunk(2, dim=-1))
+
+    out = experts.grouped_experts(x, ids, weights, count, weights_of, activation)
+    for t in range(tokens):
+        expected = sum(
+            weights[t, j] * (down[e] @ activation((gate_up[e] @ x[t])[None])[0]) for j, e in enumerate(ids[t].tolist())
+        )
+        torch.testing.assert_close(out[t], expected)
+    assert asked == sorted(set(ids.flatten().tolist())), "only experts that are hit are decoded"
+
+
+def test_grouped_experts_combine_in_float32():
+    """Pitfall of ports: the weighted sum of half-precision experts is accumulated in float32."""
+    x = torch.ones(1, 2).bfloat16()
+    gate_up, down = torch.ones(2, 4, 2).bfloat16(), torch.ones(2, 2, 2).bfloat16()
+    weights = torch.tensor([[1.0, 2.0**-10]])
+    out = experts.grouped_experts(
+        x, torch.tensor([[0, 1]]), weights, 2, lambda e: (gate_up[e], down[e]), lambda h: h.chunk(2, dim=-1)[0]
+    )
+    assert out.dtype == torch.float32 and out[0, 0].item() == 4 * (1 + 2.0**-10)
