@@ -412,6 +412,13 @@ class KimiK3SparseMoeBlock(nn.Module):
         return routed, logits
 
 
+class KimiK3PseudoQuery(nn.Linear):
+    """Learned query [1, hidden] of a mix over depth. A layer of its own, because it starts at zero."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__(hidden_size, 1, bias=False)
+
+
 class KimiK3DecoderLayer(GradientCheckpointingLayer):
     """Attention and feed-forward, reading a mix over depth (or the ordinary residual stream).
 
@@ -433,9 +440,9 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
         if self.block_size is not None:
             self.self_attention_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.self_attention_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
+            self.self_attention_res_proj = KimiK3PseudoQuery(config.hidden_size)
             self.mlp_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.mlp_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
+            self.mlp_res_proj = KimiK3PseudoQuery(config.hidden_size)
 
     @property
     def starts_block(self) -> bool:

@@ -28,6 +28,7 @@ from .layers_kimi_k3 import (
     KimiK3DeltaAttention,
     KimiK3Experts,
     KimiK3PackedExperts,
+    KimiK3PseudoQuery,
     KimiK3RMSNorm,
     KimiK3RMSNormGated,
     KimiK3ShortConvolution,
@@ -137,12 +138,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                 weight = torch.empty(shape, dtype=torch.float32, device=packed.device).normal_(0.0, std)
                 for parameter, data in zip((packed, scale), mxfp4.quantize_mxfp4(weight), strict=True):
                     init.copy_(parameter, data)
-        elif isinstance(module, KimiK3DecoderLayer) and module.block_size is not None:
-            # Zero pseudo-queries start Attention Residuals as a plain average over depth (arXiv 2603.15031).
-            init.zeros_(module.self_attention_res_proj.weight)
-            init.zeros_(module.mlp_res_proj.weight)
-        elif isinstance(module, KimiK3Model) and module.config.attn_res_block_size is not None:
-            init.zeros_(module.output_attn_res_proj.weight)
+        elif isinstance(module, KimiK3PseudoQuery):
+            init.zeros_(module.weight)  # Attention Residuals start as a plain average over depth (arXiv 2603.15031)
 
 
 # Saved beside the weights, with the files of `kernels/`.
@@ -190,7 +187,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         self.norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.attn_res_block_size is not None:
             self.output_attn_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.output_attn_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
+            self.output_attn_res_proj = KimiK3PseudoQuery(config.hidden_size)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -248,6 +245,11 @@ class KimiK3Model(KimiK3PreTrainedModel):
             "attentions": self.config.output_attentions if output_attentions is None else output_attentions,
             "router_logits": self.config.output_router_logits if output_router_logits is None else output_router_logits,
         }
+        if collect["attentions"] and self.config._attn_implementation != "eager":
+            raise ValueError(
+                f"attention weights exist only with attn_implementation='eager', not "
+                f"{self.config._attn_implementation!r}: call model.set_attn_implementation('eager')"
+            )
         collected = {name: () for name, wanted in collect.items() if wanted}
         partial, blocks = inputs_embeds, ()
         for layer in self.layers:
@@ -280,7 +282,8 @@ def _one_cache(cache, past_key_values) -> HybridCache | None:
     if cache is not None and past_key_values is not None and cache is not past_key_values:
         raise ValueError("cache and past_key_values are two names of one argument, but two different caches were given")
     cache = past_key_values if cache is None else cache
-    if cache is not None and not isinstance(cache, HybridCache):
+    # By name: the installed package and a folder's remote code are two copies of one class in a process.
+    if cache is not None and not any(base.__name__ == "HybridCache" for base in type(cache).__mro__):
         raise TypeError(
             f"{type(cache).__name__} has no place for recurrent states and latents: use HybridCache(model.config)"
         )
