@@ -57,7 +57,7 @@ class HeadsFromFile(ConversionOps):
         tensor = tensor.flatten()
         if tensor.numel() < heads:
             raise ValueError(f"{full_layer_name} has {tensor.numel()} entries for {heads} heads")
-        if tensor[heads:].any():
+        if tensor.device.type != "meta" and tensor[heads:].any():
             raise ValueError(
                 f"{full_layer_name} has {tensor.numel()} entries for {heads} heads, and those after the heads are not "
                 "zero: linear_attn_config.num_heads does not fit this checkpoint"
@@ -119,10 +119,11 @@ class UnstackExperts(ConversionOps):
 class DequantizeExperts(ConversionOps):
     """Packed experts of a file to one floating-point parameter [E, rows, columns], one expert at a time."""
 
-    def __init__(self, dequantize, dtype: torch.dtype):
-        self.dequantize, self.dtype = dequantize, dtype
+    def __init__(self, dequantize):
+        self.dequantize = dequantize
 
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, model=None, **kwargs):
+        dtype = model.get_parameter(full_layer_name).dtype
         # patterns come in pairs (packed, scale) for each matrix of an expert: w1, w3 or w2
         pairs = [
             (input_dict[p], input_dict[s]) for p, s in zip(source_patterns[::2], source_patterns[1::2], strict=True)
@@ -130,10 +131,7 @@ class DequantizeExperts(ConversionOps):
         # The loader casts to the parameter's dtype on the way; bytes are exact in every floating-point dtype.
         experts = [
             torch.cat(
-                [
-                    self.dequantize(packed[e].to(torch.uint8), scale[e].to(torch.uint8), self.dtype)
-                    for packed, scale in pairs
-                ]
+                [self.dequantize(packed[e].to(torch.uint8), scale[e].to(torch.uint8), dtype) for packed, scale in pairs]
             )
             for e in range(len(pairs[0][0]))
         ]
@@ -158,11 +156,10 @@ def weight_conversions(config, expert_storage: str, dequantize=None) -> list[Wei
     if not config.get_text_config(decoder=True).num_experts:
         return conversions
     if expert_storage == "dequantize":
-        dtype = torch.get_default_dtype()
         for parts, target in ((("w1", "w3"), "gate_up_proj"), (("w2",), "down_proj")):
             sources = [rf"\.experts.*.{w}.weight_{kind}" for w in parts for kind in ("packed", "scale")]
             conversions.append(
-                WeightConverter(sources, rf"\.experts.{target}", operations=[DequantizeExperts(dequantize, dtype)])
+                WeightConverter(sources, rf"\.experts.{target}", operations=[DequantizeExperts(dequantize)])
             )
         return conversions
     for kind in ("_packed", "_scale") if expert_storage == "packed" else ("",):
@@ -235,11 +232,12 @@ def check_headers(
         ValueError: for a wrong shape, a missing expert tensor, or experts stored in the other form.
     """
     found = {_plain_name(name): (name, *entry) for name, entry in read_headers(files).items()}
-    expected = {_plain_name(name): entry for name, entry in _expected(model, expert_storage).items()}
+    expected = {_plain_name(name): (name, *entry) for name, entry in _expected(model, expert_storage).items()}
     packed = next((entry[0] for plain, entry in found.items() if plain.endswith(".w1.weight_packed")), None)
     plain = next(
         (entry[0] for plain, entry in found.items() if ".experts." in plain and plain.endswith("w1.weight")), None
     )
+    has_experts = any(".experts." in plain_name for plain_name in found)
     if packed is not None and expert_storage == "float":
         raise ValueError(
             f"the checkpoint stores packed experts ({packed}), but the config has no quantization_config: add it, "
@@ -250,10 +248,10 @@ def check_headers(
             f"the config has a quantization_config, but the checkpoint stores experts in floating point ({plain}): "
             "remove quantization_config from the config"
         )
-    for name, (dtype, shape) in expected.items():
-        entry = found.get(name)
+    for plain_name, (name, dtype, shape) in expected.items():
+        entry = found.get(plain_name)
         if entry is None:
-            if ".experts." in name and (packed or plain):
+            if ".experts." in name and has_experts:
                 raise ValueError(f"the checkpoint lacks {name}, so this expert cannot be built")
             continue
         original, file_dtype, file_shape = entry
@@ -308,6 +306,9 @@ def load_checked(model, state_dict, checkpoint_files, load_config, conversions, 
         renamings.append(PrefixChange(prefix_to_remove="language_model"))
     load_config = dataclasses.replace(load_config, weight_mapping=[*renamings, *conversions])
     result = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    for name, report in result[0].conversion_errors.items():
+        # A traceback, the sentence, and one more line. transformers would log it and raise without naming the tensor.
+        raise ValueError(f"{name} cannot be converted: {report.splitlines()[-2:][0]}")
     # Saving reverses the model's own conversions, not those that happened to be used (and never the prefix).
     model._weight_conversions = conversions
     return result

@@ -15,6 +15,7 @@ Facts a reader needs:
 """
 
 import copy
+import math
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -61,7 +62,32 @@ _ABSENT_IN_FILE = {
 }
 
 # Keys that no computation of ours reads. They are kept only to be written back as they came.
-_CARRIED_KEYS = ("head_dim", "rope_scaling", "rope_theta", "model_max_length", "_name_or_path")
+_CARRIED_KEYS = ("head_dim", "rope_scaling", "rope_theta", "model_max_length")
+
+# Written by transformers' own kimi_linear beside the keys that they follow from; properties here.
+_DERIVED_KEYS = ("layer_types", "mlp_layer_types")
+
+# Sizes and counts: the smallest value that works, and whether null (the feature is absent) is one too.
+_SIZES = {
+    "vocab_size": (1, False),
+    "hidden_size": (1, False),
+    "intermediate_size": (1, False),
+    "num_hidden_layers": (1, False),
+    "num_attention_heads": (1, False),
+    "q_lora_rank": (1, True),
+    "kv_lora_rank": (1, False),
+    "qk_nope_head_dim": (1, False),
+    "qk_rope_head_dim": (0, False),
+    "v_head_dim": (1, False),
+    "attn_res_block_size": (1, True),
+    "first_k_dense_replace": (0, False),
+    "moe_layer_freq": (1, False),
+    "num_experts": (0, True),
+    "num_shared_experts": (0, True),
+    "routed_expert_hidden_size": (1, True),
+    "num_expert_group": (0, True),
+    "topk_group": (0, True),
+}
 
 _LINEAR_ATTN_KEYS = set(_RELEASED_LINEAR_ATTN)
 _ACTIVATIONS = ("situ", "silu")
@@ -73,6 +99,20 @@ def _written_dict(config: PreTrainedConfig, output: dict[str, Any]) -> dict[str,
         if output.get(key) in (None, False):
             output.pop(key, None)
     return output
+
+
+def _file_dict(output: dict[str, Any]) -> dict[str, Any]:
+    """What `save_pretrained` writes: all keys, for a value equal to our default is still needed by readers whose
+    default differs; but not where this machine had loaded the config from."""
+    output.pop("_name_or_path", None)
+    for part in ("text_config", "vision_config"):
+        if "_name_or_path" in output.get(part, {}):
+            output[part]["_name_or_path"] = ""
+    return output
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 class KimiK3TextConfig(PreTrainedConfig):
@@ -161,17 +201,31 @@ class KimiK3TextConfig(PreTrainedConfig):
         self.expert_quantization = kwargs.pop("quantization_config", None) or kwargs.pop("expert_quantization", None)
         self._carried = {key: kwargs.pop(key) for key in _CARRIED_KEYS if key in kwargs}
         self._carried.update(kwargs.pop("_carried", {}))
+        derived = {key: kwargs.pop(key) for key in _DERIVED_KEYS if key in kwargs}
+        if kwargs.get("attention_bias"):
+            raise ValueError("attention_bias must be false: the projections of this model have no bias")
         if "model_max_length" in self._carried:
             self._read_model_max_length()
         # Read before the base class, which walks the config and asks for `layer_types`.
         self._validate_layers()
         super().__post_init__(**kwargs)
         self._validate()
+        for key, value in derived.items():
+            if value is not None and list(value) != getattr(self, key):
+                raise ValueError(
+                    f"{key} contradicts linear_attn_config, num_experts, first_k_dense_replace or moe_layer_freq, "
+                    "which decide it: remove it"
+                )
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        config_dict = config_dict.get("text_config", config_dict)
+        if config_dict.get("text_config") is not None:
+            # Some tools copy the quantization section to the top level.
+            config_dict = {
+                "quantization_config": config_dict.get("quantization_config"),
+                **config_dict["text_config"],
+            }
         if config_dict.get("model_type") == "kimi_linear":
             config_dict = {**config_dict, "model_type": cls.model_type}
         return config_dict, kwargs
@@ -179,7 +233,7 @@ class KimiK3TextConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
         """Build from a file's dict: keys that it leaves out are absent features, not the released model's values."""
-        if "linear_attn_config" not in config_dict:
+        if not isinstance(config_dict.get("linear_attn_config"), dict):
             raise ValueError(
                 "linear_attn_config is missing from the text config: it lists the KDA and MLA layers and the KDA heads"
             )
@@ -204,8 +258,7 @@ class KimiK3TextConfig(PreTrainedConfig):
         return output
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """The whole dict: a value equal to our default is still needed by readers whose default differs."""
-        return self.to_dict()
+        return _file_dict(self.to_dict())
 
     @property
     def layer_types(self) -> list[str]:
@@ -249,7 +302,17 @@ class KimiK3TextConfig(PreTrainedConfig):
                 "keep one"
             )
 
+    def _validate_size(self, name: str):
+        smallest, optional = _SIZES[name]
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            kind = "a positive integer" if smallest else "an integer that is not negative"
+            raise ValueError(f"{name} must be {kind}{' or null' if optional else ''}, got {value!r}")
+
     def _validate_layers(self):
+        self._validate_size("num_hidden_layers")
         linear = self.linear_attn_config
         if not isinstance(linear, dict):
             raise ValueError(f"linear_attn_config must be a dict, got {type(linear).__name__}")
@@ -282,13 +345,17 @@ class KimiK3TextConfig(PreTrainedConfig):
             if not isinstance(linear[name], int) or linear[name] < 1:
                 raise ValueError(f"linear_attn_config.{name} must be a positive integer, got {linear[name]!r}")
         bound = linear.get("gate_lower_bound")
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound < 0):
+        if bound is not None and not (isinstance(bound, (int, float)) and _is_positive(-bound)):
             raise ValueError(
                 f"linear_attn_config.gate_lower_bound must be a negative number (bounded gate) or null (softplus "
                 f"gate), got {bound!r}"
             )
         if not isinstance(linear.get("use_full_rank_gate", False), bool):
             raise ValueError("linear_attn_config.use_full_rank_gate must be true or false")
+        for name in _SIZES:
+            self._validate_size(name)
+        if not _is_positive(self.rms_norm_eps):
+            raise ValueError(f"rms_norm_eps must be a positive number, got {self.rms_norm_eps!r}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.num_key_value_heads != self.num_attention_heads:
@@ -298,15 +365,14 @@ class KimiK3TextConfig(PreTrainedConfig):
             )
         if not self.mla_use_nope:
             raise ValueError("mla_use_nope must be true: the text model of Kimi K3 has no rotary embedding")
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "kv_lora_rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.hidden_act not in _ACTIVATIONS:
             raise ValueError(f"hidden_act {self.hidden_act!r} is not known; use one of {', '.join(_ACTIVATIONS)}")
-        if self.hidden_act == "situ" and not self.activation_situ_beta:
-            raise ValueError('hidden_act="situ" needs activation_situ_beta, a positive number')
-        if self.attn_res_block_size is not None and self.attn_res_block_size < 1:
-            raise ValueError(f"attn_res_block_size must be positive or null, got {self.attn_res_block_size}")
+        if self.hidden_act == "situ":
+            beta, linear_beta = self.activation_situ_beta, self.activation_situ_linear_beta
+            if not _is_positive(beta):
+                raise ValueError(f'hidden_act="situ" needs activation_situ_beta, a positive number, got {beta!r}')
+            if linear_beta is not None and not _is_positive(linear_beta):
+                raise ValueError(f"activation_situ_linear_beta must be a positive number or null, got {linear_beta!r}")
         if self.num_experts:
             self._validate_experts()
         elif self.expert_quantization is not None:
@@ -314,8 +380,11 @@ class KimiK3TextConfig(PreTrainedConfig):
 
     def _validate_experts(self):
         for name in ("num_experts_per_token", "moe_intermediate_size"):
-            if not getattr(self, name):
-                raise ValueError(f"num_experts is {self.num_experts}, so {name} must be a positive number")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"num_experts is {self.num_experts}, so {name} must be a positive integer, got {value!r}"
+                )
         if self.moe_router_activation_func != "sigmoid":
             raise ValueError(
                 f"moe_router_activation_func {self.moe_router_activation_func!r} is not implemented; only 'sigmoid' is"
@@ -399,7 +468,7 @@ class KimiK3VisionConfig(PreTrainedConfig):
         return _written_dict(self, super().to_dict())
 
     def to_diff_dict(self) -> dict[str, Any]:
-        return self.to_dict()
+        return _file_dict(self.to_dict())
 
 
 class KimiK3Config(PreTrainedConfig):
@@ -464,7 +533,7 @@ class KimiK3Config(PreTrainedConfig):
         return output
 
     def to_diff_dict(self) -> dict[str, Any]:
-        return self.to_dict()
+        return _file_dict(self.to_dict())
 
 
 __all__ = ["KimiK3Config", "KimiK3TextConfig", "KimiK3VisionConfig"]

@@ -6,6 +6,7 @@ transformers reads the text of this file to learn what a model supports. The rou
 `@use_experts_implementation` (in `layers_kimi_k3.py`), so `set_experts_implementation` works.
 """
 
+import copy
 import dataclasses
 import math
 import shutil
@@ -62,6 +63,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     _fp32_of_bounded_gate = ["q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "e_score_correction_bias"]
 
     def __init__(self, config, *inputs, dequantize: bool = False, **kwargs):
+        if dequantize:
+            config = copy.deepcopy(config)  # the caller's config still describes the packed checkpoint
         text_config = config.get_text_config(decoder=True)
         self.expert_storage = "float" if text_config.expert_quantization is None else "packed"
         if dequantize and self.expert_storage == "packed":
@@ -151,8 +154,10 @@ CODE_FILES = tuple(
 def auto_map(model: PreTrainedModel) -> dict[str, str]:
     """Which of our classes the Auto classes find in a saved folder."""
     config, head = type(model.config).__name__, type(model).__name__
-    base = "KimiK3Model" if isinstance(model.config, KimiK3TextConfig) else head
-    causal = "KimiK3ForCausalLM" if isinstance(model.config, KimiK3TextConfig) else head
+    # By name: a folder's config class and the one imported here can be two copies of one class.
+    is_text = model.config.model_type == KimiK3TextConfig.model_type
+    base = "KimiK3Model" if is_text else head
+    causal = "KimiK3ForCausalLM" if is_text else head
     return {
         "AutoConfig": f"configuration_kimi_k3.{config}",
         "AutoModel": f"modeling_kimi_k3.{base}",
@@ -182,6 +187,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
 
     def __init__(self, config: KimiK3TextConfig, dequantize: bool = False):
         super().__init__(config, dequantize=dequantize)
+        config = self.config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=None)
         self.layers = nn.ModuleList(KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -314,6 +320,7 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
 
     def __init__(self, config: KimiK3TextConfig, dequantize: bool = False):
         super().__init__(config, dequantize=dequantize)
+        config = self.config
         self.model = KimiK3Model(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -373,6 +380,7 @@ class KimiK3ForConditionalGeneration(KimiK3PreTrainedModel, KimiK3GenerationMixi
 
     def __init__(self, config: KimiK3Config, dequantize: bool = False):
         super().__init__(config, dequantize=dequantize)
+        config = self.config
         if config.vision_config is not None:
             self.vision_tower = KimiK3VisionTower(config.vision_config)
             self.mm_projector = KimiK3Projector(config.vision_config)

@@ -245,10 +245,9 @@ def _decayed_products(q, k, g):
     """
     n, heads, chunk, size = q.shape
     rows = torch.stack([q, k], dim=2)  # [n, H, 2, C, K]
-    diagonal = (q * k).sum(-1)
-    # Matrices of the blocks of the tree, [n, H, 2, blocks, s, s]: at first one token each, kk without its diagonal.
-    tree = torch.stack([diagonal, torch.zeros_like(diagonal)], dim=2)[..., None, None]
-    after_first = torch.zeros_like(g)  # sum of g over (first row of the block, i]
+    matrices = q.new_zeros(n, heads, 2, chunk, chunk)
+    matrices[:, :, 0].diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+    after_first = torch.zeros_like(g)  # sum of g over (first row of the block, i], for blocks of s rows
     to_last = torch.zeros_like(g)  # sum of g over (i, last row of the block]
     s = 1
     while s < chunk:
@@ -262,10 +261,9 @@ def _decayed_products(q, k, g):
             cross = (late * columns[:, :, None]).sum(-1, keepdim=True)
         else:
             cross = late @ columns[:, :, None].transpose(-1, -2)
-        halves = tree.view(n, heads, 2, chunk // (2 * s), 2, s, s)
-        top = torch.cat([halves[..., 0, :, :], torch.zeros_like(cross)], dim=-1)
-        bottom = torch.cat([cross, halves[..., 1, :, :]], dim=-1)
-        tree = torch.cat([top, bottom], dim=-2)
+        # [n, H, 2, 2s, 2s, pairs]: the blocks of this level on the diagonal of the matrices
+        blocks = matrices.view(n, heads, 2, pairs[2], 2 * s, pairs[2], 2 * s).diagonal(dim1=3, dim2=5)
+        blocks[..., s:, :s, :].copy_(cross.movedim(3, -1))
         early_total = after_first.view(pairs)[..., 0, -1:, :] + late_first_g  # (first early row, first late row]
         late_total = late_after_first[..., -1:, :] + late_first_g
         after_first = torch.stack(
@@ -273,5 +271,5 @@ def _decayed_products(q, k, g):
         ).view_as(g)
         to_last = torch.stack([early_to_last + late_total, to_last.view(pairs)[..., 1, :, :]], dim=-3).view_as(g)
         s *= 2
-    attn, kk = tree.squeeze(3).unbind(2)
+    attn, kk = matrices.unbind(2)
     return attn, kk, after_first + g[..., :1, :], to_last
