@@ -1,0 +1,61 @@
+# Every target does its whole set-up on a fresh machine; stamp files make a second call start at once.
+#
+#   make demo | test | bench | lint | clean
+
+PYTHON ?= python3
+# Installed before everything else, so that no dependency picks another build. Name the one you want:
+#   make demo TORCH='torch==2.9.1'
+TORCH ?= torch==2.13.0
+OLDEST ?= transformers==5.17.0
+PYTEST_FLAGS ?= -n auto
+
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+NEWEST_READY := .venv/.ready
+OLDEST_READY := .venv-oldest/.ready
+
+# Two editable installs of one tree at once would write the same metadata.
+.NOTPARALLEL:
+
+.PHONY: demo test test-newest test-oldest bench lint clean
+
+demo: $(NEWEST_READY)
+	.venv/bin/python -P demo.py
+
+# One suite on both ends of the supported range of transformers.
+test: lint test-newest test-oldest
+
+# Each pytest worker has a core of its own, so more threads than one a worker only get in each other's way.
+test-newest: $(NEWEST_READY)
+	.venv/bin/python -c "import torch, transformers as t; print('torch', torch.__version__, 'transformers', t.__version__)"
+	OMP_NUM_THREADS=1 .venv/bin/python -P -m pytest tests $(PYTEST_FLAGS)
+
+test-oldest: $(OLDEST_READY)
+	.venv-oldest/bin/python -c "import torch, transformers as t; print('torch', torch.__version__, 'transformers', t.__version__)"
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -P -m pytest tests $(PYTEST_FLAGS)
+
+bench: $(NEWEST_READY)
+	set -e; for script in benchmarks/*_cpu.py; do .venv/bin/python -P "$$script"; done
+
+lint: $(NEWEST_READY)
+	.venv/bin/ruff check --output-format=concise .
+
+clean:
+	rm -rf .venv .venv-oldest build dist *.egg-info .hypothesis .ruff_cache
+	find . '(' -name __pycache__ -o -name .pytest_cache ')' -type d -prune -exec rm -rf {} +
+
+# Editable, so that new files and folders are there without another install.
+$(NEWEST_READY): setup.py pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -qq '$(TORCH)'
+	.venv/bin/python -m pip install -qq -e '.[test]'
+	touch $@
+
+$(OLDEST_READY): setup.py pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install -qq '$(TORCH)'
+	.venv-oldest/bin/python -m pip install -qq '$(OLDEST)' -e '.[test]'
+	touch $@

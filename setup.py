@@ -1,0 +1,50 @@
+"""Packaging: the repository root is the package `kimi_k3`.
+
+The flat root is what the remote-code loader of transformers expects, so the package is mapped onto it instead of
+living in a folder of its own. Package names are listed by hand because discovery cannot see a package in ".".
+"""
+
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+
+SCRIPTS = ("setup", "demo")
+
+# `kernels` has no __init__.py on purpose (a namespace package): with one, a repository root on sys.path would shadow
+# the unrelated distribution `kernels`, which transformers imports when it is installed.
+FOLDERS = ("kernels", "conversion", "eval", "training", "serving")
+
+
+class BuildPackage(build_py):
+    """Leaves the scripts that lie beside the package's modules out of what is installed."""
+
+    def find_package_modules(self, package, package_dir):
+        return [found for found in super().find_package_modules(package, package_dir) if found[1] not in SCRIPTS]
+
+
+setup(
+    name="kimi-k3",
+    version="0.1.0",
+    description="Kimi K3 for transformers: load, generate, train and convert the hybrid KDA + MLA architecture",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    package_dir={"kimi_k3": "."},
+    packages=["kimi_k3", *(f"kimi_k3.{folder}" for folder in FOLDERS if (ROOT / folder).is_dir())],
+    install_requires=["accelerate", "safetensors", "torch>=2.9", "transformers>=5.17,<6"],
+    extras_require={
+        # CUDA builds of torch bring triton along; this is for builds that do not.
+        "triton": ["triton; platform_system == 'Linux'"],
+        "train": ["datasets", "peft>=0.21", "tqdm"],
+        "eval": ["lm-eval>=0.4.13"],
+        "plots": ["matplotlib"],
+        "test": ["hypothesis", "peft>=0.21", "pytest>=8", "pytest-xdist", "ruff"],
+    },
+    cmdclass={"build_py": BuildPackage},
+    entry_points={"console_scripts": ["kimi-k3 = kimi_k3.cli:main"]},
+)
