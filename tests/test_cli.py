@@ -1,0 +1,292 @@
+"""The command line and the demo: refusals are one sentence and exit code 2, results are those of `generate()`."""
+
+import re
+import shutil
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig, cli, demo
+
+POSITIONS = 640
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, so that any text has as many tokens as bytes; id 0 ends a text."""
+    alphabet = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def save_checkpoint(folder, **changes):
+    """Write a random two-layer model (one KDA, one MLA layer) with a tokenizer; `changes` are config keys."""
+    config = KimiK3TextConfig(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        linear_attn_config={
+            "kda_layers": [1],
+            "full_attn_layers": [2],
+            "num_heads": 2,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+            "use_full_rank_gate": True,
+        },
+        attn_res_block_size=2,
+        max_position_embeddings=POSITIONS,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,
+        **changes,
+    )
+    torch.manual_seed(0)
+    KimiK3ForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Folder of a dense float32 model."""
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), num_experts=None)
+
+
+@pytest.fixture(scope="module")
+def packed_checkpoint(tmp_path_factory):
+    """Folder of a float32 model whose routed experts are packed MXFP4."""
+    return save_checkpoint(
+        tmp_path_factory.mktemp("packed"),
+        num_experts=4,
+        num_experts_per_token=2,
+        num_shared_experts=1,
+        moe_intermediate_size=32,
+        routed_expert_hidden_size=32,
+        quantization_config={"format": "mxfp4-pack-quantized", "quant_method": "compressed-tensors"},
+    )
+
+
+@pytest.fixture
+def without_weights(checkpoint, tmp_path):
+    """The checkpoint without its weights: what is refused here is refused before they are read."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def refusal(capsys, program, argv) -> str:
+    """The sentence that `program` refuses `argv` with; asserts exit code 2, one line, nothing on stdout."""
+    try:
+        code = program([str(argument) for argument in argv])
+    except SystemExit as stopped:
+        code = stopped.code
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert err.endswith("\n") and err.count("\n") == 1, err
+    return err.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        pytest.param([], "COMMAND", id="no command"),
+        pytest.param(["translate"], "invalid choice: 'translate'", id="unknown command"),
+        pytest.param(["generate"], "required: MODEL", id="no model"),
+        pytest.param(["generate", "MODEL"], "one of the arguments --prompt --prompt-file is required", id="no prompt"),
+        pytest.param(
+            ["generate", "MODEL", "--prompt", "a", "--prompt-file", "b"], "not allowed with", id="two prompts"
+        ),
+        pytest.param(["generate", "MODEL", "--prompt", ""], "the prompt is empty", id="empty prompt"),
+        pytest.param(["generate", "MODEL", "--prompt", " \n"], "the prompt is empty", id="blank prompt"),
+        pytest.param(["generate", "MODEL", "--prompt-file", "gone.txt"], "cannot read gone.txt", id="no prompt file"),
+        pytest.param(["generate", "MODEL", "--prompt", "a", "--dtype", "int3"], "invalid choice: 'int3'", id="dtype"),
+        pytest.param(["generate", "MODEL", "--prompt", "a", "--device", "tpu"], "invalid choice: 'tpu'", id="device"),
+        pytest.param(
+            ["generate", "MODEL", "--prompt", "a", "--max-new-tokens", "0"],
+            "argument --max-new-tokens: must be a whole number of at least 1, not '0'",
+            id="no new tokens",
+        ),
+        pytest.param(
+            ["generate", "MODEL", "--prompt", "a", "--temperature", "-1"],
+            "argument --temperature: must be a number of at least 0, not '-1'",
+            id="negative temperature",
+        ),
+        pytest.param(
+            ["generate", "MODEL", "--prompt", "a", "--temperature", "nan"], "--temperature", id="temperature nan"
+        ),
+        pytest.param(
+            ["generate", "MODEL", "--prompt", "a", "--top-p", "1.5"],
+            "argument --top-p: must be a number above 0 and at most 1, not '1.5'",
+            id="top-p above one",
+        ),
+        pytest.param(
+            ["generate", "MODEL", "--prompt", "a", "--top-p", "0.9"], "--top-p needs a --temperature", id="greedy top-p"
+        ),
+        pytest.param(["generate", "MODEL", "--prompt", "a", "--seed", "-1"], "argument --seed", id="negative seed"),
+        pytest.param(
+            ["generate", "MODEL", "--prompt", "a" * POSITIONS, "--max-new-tokens", "1"],
+            f"the prompt has {POSITIONS} tokens and 1 new ones are asked for, "
+            f"but the model's max_position_embeddings is {POSITIONS}",
+            id="prompt too long",
+        ),
+    ],
+)
+def test_refusals(arguments, sentence, without_weights, capsys):
+    arguments = [without_weights if argument == "MODEL" else argument for argument in arguments]
+    assert sentence in refusal(capsys, cli.main, arguments)
+
+
+def test_refuses_a_folder_that_is_no_checkpoint(checkpoint, without_weights, tmp_path, capsys):
+    command = ["generate", tmp_path / "nowhere", "--prompt", "a"]
+    assert f"there is no checkpoint folder {tmp_path / 'nowhere'}" in refusal(capsys, cli.main, command)
+
+    command[1] = tmp_path
+    assert "has no config.json" in refusal(capsys, cli.main, command)
+
+    command[1] = without_weights
+    (without_weights / "tokenizer.json").unlink()
+    assert f"no tokenizer can be loaded from {without_weights}" in refusal(capsys, cli.main, command)
+
+    shutil.copyfile(checkpoint / "tokenizer.json", without_weights / "tokenizer.json")
+    assert f"the weights in {without_weights} cannot be loaded" in refusal(capsys, cli.main, command)
+
+    (without_weights / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    assert "linear_attn_config is missing" in refusal(capsys, cli.main, command)
+
+
+def test_refuses_a_prompt_file_that_is_not_text(without_weights, tmp_path, capsys):
+    path = tmp_path / "prompt.bin"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "is not UTF-8 text" in refusal(capsys, cli.main, ["generate", without_weights, "--prompt-file", path])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_refuses_cuda_without_a_gpu(without_weights, capsys):
+    command = ["generate", without_weights, "--prompt", "a", "--device", "cuda"]
+    assert "--device cuda needs a CUDA GPU" in refusal(capsys, cli.main, command)
+
+
+def test_refuses_to_dequantize_what_is_not_packed(without_weights, capsys):
+    command = ["generate", without_weights, "--prompt", "a", "--dequantize"]
+    assert "--dequantize" in refusal(capsys, cli.main, command)
+
+
+def continuation(capsys, checkpoint, *arguments) -> tuple[str, str]:
+    """(stdout, stderr) of a `kimi-k3 generate` that succeeds."""
+    assert cli.main(["generate", str(checkpoint), "--device", "cpu", *map(str, arguments)]) == 0
+    return capsys.readouterr()
+
+
+def test_generate_streams_what_the_model_generates(checkpoint, capsys):
+    prompt, new = "The old house", 12
+    out, err = continuation(capsys, checkpoint, "--prompt", prompt, "--max-new-tokens", new)
+
+    tokenizer = byte_tokenizer()
+    model = KimiK3ForCausalLM.from_pretrained(checkpoint)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+    expected = expected[0, len(prompt) :]
+    assert out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+
+    assert re.search(rf"prefill +{len(prompt)} tokens in [\d.]+ s: [\d.,]+ tokens/s", err)
+    assert re.search(rf"decode +{len(expected) - 1} tokens in [\d.]+ s: [\d.,]+ tokens/s", err)
+    # The last token is never fed back, so the cache does not hold it.
+    assert re.search(rf"cache +[\d,]+ bytes for {len(prompt) + len(expected) - 1} tokens", err)
+
+
+def test_generate_reads_the_prompt_from_a_file(checkpoint, tmp_path, capsys):
+    path = tmp_path / "prompt.txt"
+    path.write_text("Überall, 北京\n", encoding="utf-8")
+    from_file, _ = continuation(capsys, checkpoint, "--prompt-file", path, "--max-new-tokens", 8)
+    given, _ = continuation(capsys, checkpoint, "--prompt", "Überall, 北京\n", "--max-new-tokens", 8)
+    assert from_file == given
+
+
+def test_seed_decides_the_sample(checkpoint, capsys):
+    def sample(seed):
+        options = ("--max-new-tokens", 16, "--temperature", 1.5, "--top-p", 0.95, "--seed", seed)
+        return continuation(capsys, checkpoint, "--prompt", "Once", *options)[0]
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dequantized_experts_say_the_same(packed_checkpoint, dtype, capsys):
+    command = ("--prompt", "An expert", "--max-new-tokens", 12, "--dtype", dtype)
+    packed, _ = continuation(capsys, packed_checkpoint, *command)
+    dequantized, _ = continuation(capsys, packed_checkpoint, *command, "--dequantize")
+    assert dequantized == packed
+
+    model = cli.load_model(packed_checkpoint, torch.device("cpu"), dtype, dequantize=True)
+    assert {p.dtype for name, p in model.named_parameters() if ".experts." in name} == {getattr(torch, dtype)}
+
+
+def test_dtype_is_that_of_the_checkpoint_unless_named(checkpoint):
+    cpu = torch.device("cpu")
+    assert cli.load_model(checkpoint, cpu).dtype == torch.float32
+    assert cli.load_model(checkpoint, cpu, "bfloat16").dtype == torch.bfloat16
+
+
+def test_full_attention_bytes_of_the_released_model():
+    # 93 layers, 96 heads, keys of 128 + 64, values of 128, two bytes: 5,713,920 bytes a token.
+    assert cli.full_attention_bytes(KimiK3TextConfig(), 1, torch.bfloat16) == 93 * 96 * (192 + 128) * 2
+    assert cli.full_attention_bytes(KimiK3TextConfig(), 1000, torch.float32) == 93 * 96 * (192 + 128) * 1000 * 4
+
+
+def test_generate_continues_a_cache_in_place(checkpoint):
+    tokenizer = byte_tokenizer()
+    model = cli.load_model(checkpoint, torch.device("cpu"))
+    ids = tokenizer("A document. A question", return_tensors="pt").input_ids
+    whole = cli.generate_text(model, tokenizer, ids, max_new_tokens=8, stream=False)
+
+    cache = cli.HybridCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :11], use_cache=True, **{cli.CACHE_ARGUMENT: cache})
+    continued = cli.generate_text(model, tokenizer, ids, max_new_tokens=8, cache=cache, stream=False)
+    assert continued.text == whole.text
+    assert continued.prompt_tokens == ids.shape[1] - 11
+    assert continued.cache is cache
+    assert cache.get_seq_length() == ids.shape[1] + continued.new_tokens - 1
+
+
+SENTENCES = "".join(f"This is sentence number {i}. " for i in range(10))
+
+
+@pytest.mark.parametrize("depth, before", [(0.0, "number 0. "), (0.55, "number 5. "), (1.0, "number 9. ")])
+def test_a_fact_stands_between_sentences_at_its_depth(depth, before):
+    text = demo.insert_fact(SENTENCES, "A FACT.", depth)
+    assert f"{before}A FACT." in text
+    assert text.replace("A FACT. ", "").replace("A FACT.", "").strip() == SENTENCES.strip()
+
+
+def test_demo_runs_on_any_checkpoint_with_a_sample(checkpoint, without_weights, capsys):
+    shutil.copyfile(checkpoint / "model.safetensors", without_weights / "model.safetensors")
+    assert "sample.txt is missing" in refusal(capsys, demo.main, [without_weights])
+
+    (without_weights / "sample.txt").write_text(SENTENCES, encoding="utf-8")
+    assert demo.main([str(without_weights), "--tokens", "200"]) == 0
+    out, _ = capsys.readouterr()
+    assert demo.OPENING in out
+    for name in demo.NAMES:
+        assert re.search(rf"{name} .*expected \d{{5}} +answered .*(right|wrong)", out)
+    assert "full-attention K/V cache" in out
+
+
+def test_demo_refuses_a_document_longer_than_the_model(without_weights, capsys):
+    (without_weights / "sample.txt").write_text(SENTENCES * 10, encoding="utf-8")
+    sentence = refusal(capsys, demo.main, [without_weights, "--tokens", "1000"])
+    assert f"max_position_embeddings is {POSITIONS}" in sentence
