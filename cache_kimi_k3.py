@@ -3,31 +3,169 @@
 A KDA layer keeps one float32 matrix a head and the last inputs of its short convolutions, whatever the context; an MLA
 layer keeps the compressed latent of every token. All layers belong to the same token boundary: the number of columns
 (real tokens and padding) that were fed so far, `get_seq_length()`.
+
+Going back (`crop`) is exact. A latent is dropped; a recurrent state is not inverted but replayed, as the Kimi K3 report
+does for speculative decoding: while recording, a KDA layer keeps its state of an earlier boundary and the projected
+inputs since then, a few KB a token, and rebuilds the state from the tokens that stay.
 """
 
+import dataclasses
+import importlib
 from typing import Any
 
 import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+# `kernels/` is out of reach of the remote-code loader's relative imports (layers_kimi_k3.py lists its files).
+kda = importlib.import_module(".kernels.kda", __package__)
+short_conv = importlib.import_module(".kernels.short_conv", __package__)
+
 # A latent buffer grows by a quarter, so that appending a token does not copy the whole cache every time.
 _GROWTH, _GRANULE = 1.25, 64
+# Columns that a recording layer can take back at least; it keeps the inputs of up to twice as many.
+RECORDED_COLUMNS = 64
+
+
+def _columns_to_remove(tokens_to_remove: int, length: int) -> int:
+    if tokens_to_remove > 0:
+        raise ValueError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
+    if -tokens_to_remove > length:
+        raise ValueError(f"crop({tokens_to_remove}): the cache holds {length} tokens")
+    return -tokens_to_remove
+
+
+@dataclasses.dataclass
+class ProjectedInputs:
+    """What one forward fed to a KDA layer, enough to advance a state again: real tokens only, row after row.
+
+    Attributes:
+        projected: q, k and v before the convolution, each [n, P].
+        inputs: k [n, H, K], v [n, H, V], g [n, H, K], beta [n, H], as the recurrence takes them.
+        rows, columns: [n] batch row and column (counted from the start of the forward) of every token.
+        length: columns of the forward.
+    """
+
+    projected: tuple[torch.Tensor, ...]
+    inputs: tuple[torch.Tensor, ...]
+    rows: torch.Tensor
+    columns: torch.Tensor
+    length: int
+
+    def select(self, index: torch.Tensor) -> "ProjectedInputs":
+        """The tokens at `index` (positions or a mask), copied, so that the others can be freed."""
+        return ProjectedInputs(
+            tuple(x[index] for x in self.projected),
+            tuple(x[index] for x in self.inputs),
+            self.rows[index],
+            self.columns[index],
+            self.length,
+        )
+
+    def of_rows(self, indices: list[int]) -> "ProjectedInputs":
+        """The same for a batch that consists of the given rows."""
+        places = [torch.nonzero(self.rows == row).flatten() for row in indices]
+        part = self.select(torch.cat(places))
+        part.rows = torch.cat([torch.full_like(place, row) for row, place in enumerate(places)])
+        return part
+
+    def without_first(self, columns: int) -> "ProjectedInputs":
+        part = self.select(self.columns >= columns)
+        part.columns, part.length = part.columns - columns, self.length - columns
+        return part
 
 
 class KDACacheLayer(CacheLayerMixin):
     """State of one KDA layer.
 
     Attributes:
+        record_past: whether projected inputs are kept, so that `crop` can go back to any boundary since the last one.
         conv_tails: the last W - 1 inputs of the q, k and v convolutions, three tensors [B, W - 1, H * K or V], or None.
         recurrent_state: [B, H, K, V] float32, or None before the first token.
     """
 
-    def __init__(self):
+    def __init__(self, conv_width: int):
         super().__init__()
+        self.conv_width = conv_width
         self.conv_tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.recurrent_state: torch.Tensor | None = None
         self.seq_length = 0
+        self.record_past = False
+        self._boundary: tuple | None = None  # (conv_tails, recurrent_state) before the recorded tokens
+        self._recorded: list[ProjectedInputs] = []
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.record_past
+
+    def activate_past_recording(self) -> None:
+        """From the next forward on, keep what `crop` needs."""
+        self.record_past = True
+
+    def record(self, projected, inputs, order, batch: int, length: int) -> None:
+        """Keep the inputs of a forward before its state is stored.
+
+        Args:
+            projected: q, k, v before the convolution, [B, T, P], or [1, n, P] of the real tokens.
+            inputs: k, v, g, beta of the recurrence, shaped alike.
+            order: [n] flat indices of the real tokens in [B, T], None when all are.
+        """
+        if not self._recorded:
+            self._boundary = (self.conv_tails, self.recurrent_state)
+        flat = torch.arange(batch * length, device=projected[0].device) if order is None else order
+        part = ProjectedInputs(
+            tuple(x.detach().flatten(0, 1) for x in projected),
+            tuple(x.detach().flatten(0, 1) for x in inputs),
+            flat // length,
+            flat % length,
+            length,
+        )
+        self._recorded.append(part)
+        excess = self._recorded_columns() - RECORDED_COLUMNS
+        if excess > RECORDED_COLUMNS:  # a prompt, or a long run without a crop: move the boundary up
+            self._boundary = self._advanced(excess, batch)
+            while excess >= self._recorded[0].length:
+                excess -= self._recorded.pop(0).length
+            self._recorded[0] = self._recorded[0].without_first(excess)
+
+    def _recorded_columns(self) -> int:
+        return sum(part.length for part in self._recorded)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Go back by so many columns and make that the boundary to which the next `crop` can return."""
+        remove = _columns_to_remove(tokens_to_remove, self.seq_length)
+        recorded = self._recorded_columns()
+        if remove > recorded:
+            raise ValueError(
+                f"cannot remove {remove} tokens: a KDA layer recorded the last {recorded}. Call "
+                "cache.activate_past_recording() before the forward whose tokens may be removed; at least the last "
+                f"{RECORDED_COLUMNS} can then be taken back"
+            )
+        if remove:
+            self.conv_tails, self.recurrent_state = self._advanced(recorded - remove, self.batch_size)
+            self.seq_length -= remove
+        self._boundary, self._recorded = None, []
+
+    @torch.no_grad()
+    def _advanced(self, columns: int, batch: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """(conv_tails, recurrent_state) `columns` recorded columns after the boundary."""
+        tails, state = self._boundary
+        for part in self._recorded:
+            kept = part.columns < columns
+            counts = torch.bincount(part.rows[kept], minlength=batch)
+            cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+            k, v, g, beta = (x[kept][None] for x in part.inputs)
+            _, state = kda.chunk_kda(k, k, v, g, beta, initial_state=state, cu_seqlens=cu_seqlens)
+            if tails is None:
+                tails = tuple(x.new_zeros(batch, self.conv_width - 1, x.shape[-1]) for x in part.projected)
+            tails = tuple(
+                short_conv.advance_tail(x[kept][None], tail, cu_seqlens)
+                for x, tail in zip(part.projected, tails, strict=True)
+            )
+            columns -= part.length
+            if columns <= 0:
+                break
+        return tails, state
 
     def store(self, conv_tails: tuple[torch.Tensor, ...], recurrent_state: torch.Tensor, new_tokens: int) -> None:
         """Take over the state after `new_tokens` more columns. The tensors belong to the cache from here on."""
@@ -61,22 +199,32 @@ class KDACacheLayer(CacheLayerMixin):
         if self.is_initialized:
             self.conv_tails = tuple(function(tail) for tail in self.conv_tails)
             self.recurrent_state = function(self.recurrent_state)
+        if self._boundary is not None and self._boundary[1] is not None:
+            tails, state = self._boundary
+            self._boundary = tuple(function(tail) for tail in tails), function(state)
 
     def reset(self) -> None:
-        self.__init__()
+        recording = self.record_past
+        self.__init__(self.conv_width)
+        self.record_past = recording
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._map(lambda x: x.index_select(0, indices.to(x.device)))
+        if self._recorded:
+            self._recorded = [part.of_rows(indices.tolist()) for part in self._recorded]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+        rows = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
+        self.batch_select_indices(rows)
 
 
 class LatentCacheLayer(CacheLayerMixin):
     """Latents of one MLA layer: the normed 512-wide latent and the shared 64-wide key part of every token."""
+
+    is_croppable = True
 
     def __init__(self):
         super().__init__()
@@ -133,6 +281,10 @@ class LatentCacheLayer(CacheLayerMixin):
     def batch_size(self) -> int:
         return self.buffer.shape[0] if self.is_initialized else -1
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last columns; their place in the buffer is written over."""
+        self.seq_length -= _columns_to_remove(tokens_to_remove, self.seq_length)
+
     def reset(self) -> None:
         self.__init__()
 
@@ -164,7 +316,9 @@ class HybridCache(Cache):
         text_config = config.get_text_config(decoder=True)
         super().__init__(
             layers=[
-                KDACacheLayer() if layer_type == "linear_attention" else LatentCacheLayer()
+                KDACacheLayer(text_config.linear_attn_config["short_conv_kernel_size"])
+                if layer_type == "linear_attention"
+                else LatentCacheLayer()
                 for layer_type in text_config.layer_types
             ]
         )
@@ -175,12 +329,17 @@ class HybridCache(Cache):
         return sum(tensor.numel() * tensor.element_size() for layer in self.layers for tensor in layer.tensors())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Only `crop(0)` is possible: a recurrent state cannot be shortened without what it was before."""
-        if tokens_to_remove != 0:
-            raise NotImplementedError(
-                "HybridCache cannot remove tokens: the state of a KDA layer has no way back. "
-                "Keep a copy of the cache at the boundary you want to return to (copy.deepcopy)."
-            )
+        """Go back by |tokens_to_remove| columns (a number that is not positive, as in transformers), exactly.
+
+        Needs `activate_past_recording()` before the forward whose tokens are removed. Every call, `crop(0)` too, ends
+        the recorded span: the next one can return to here and no further.
+
+        Raises:
+            ValueError: for a positive number, or more tokens than were recorded; the cache is unchanged.
+        """
+        # KDA layers first, in both senses: they are the ones that can refuse, and all of them recorded the same span.
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, LatentCacheLayer)):
+            layer.crop(tokens_to_remove)
 
 
 __all__ = ["HybridCache", "KDACacheLayer", "LatentCacheLayer"]

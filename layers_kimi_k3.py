@@ -133,9 +133,10 @@ class KimiK3DeltaAttention(nn.Module):
         recurrent = state.recurrent_state if state is not None else None
         x, cu_seqlens = (hidden_states, None) if layout is None else (layout.take(hidden_states), layout.cu_seqlens)
 
-        q, q_tail = self.q_conv1d(self.q_proj(x), tails[0], cu_seqlens)
-        k, k_tail = self.k_conv1d(self.k_proj(x), tails[1], cu_seqlens)
-        v, v_tail = self.v_conv1d(self.v_proj(x), tails[2], cu_seqlens)
+        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, q_tail = self.q_conv1d(projected[0], tails[0], cu_seqlens)
+        k, k_tail = self.k_conv1d(projected[1], tails[1], cu_seqlens)
+        v, v_tail = self.v_conv1d(projected[2], tails[2], cu_seqlens)
         heads = (*x.shape[:2], self.num_heads, self.head_dim)
         decay, beta = self.f_b_proj(self.f_a_proj(x)).view(heads), self.b_proj(x)
         with full_precision(x.device):
@@ -151,6 +152,8 @@ class KimiK3DeltaAttention(nn.Module):
             else:
                 out, recurrent = kda.chunk_kda(*inputs, initial_state=recurrent, cu_seqlens=cu_seqlens)
         if state is not None:
+            if state.record_past:
+                state.record(projected, inputs[1:], layout.order if layout is not None else None, batch, length)
             state.store((q_tail, k_tail, v_tail), recurrent, length)
 
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))

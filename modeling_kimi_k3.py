@@ -56,7 +56,6 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = False
     _can_compile_fullgraph = False
-    _is_stateful = True
     _skip_keys_device_placement = ["past_key_values", "cache"]
     # float32 in the file and in memory, whatever dtype is asked for; the constructor adds those of the bounded gate
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
@@ -310,6 +309,8 @@ class KimiK3GenerationMixin(GenerationMixin):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if given is None and isinstance(model_kwargs.get(CACHE_ARGUMENT), DynamicCache):
             model_kwargs[CACHE_ARGUMENT] = HybridCache(self.config)
+            if generation_config.is_assistant:
+                model_kwargs[CACHE_ARGUMENT].activate_past_recording()
 
 
 class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):

@@ -26,34 +26,39 @@ def short_conv(
     Returns:
         y [B, T, P] in the dtype of x, and the last W - 1 inputs of every sequence [N, W - 1, P] in the dtype of x.
     """
-    batch, length, channels = x.shape
-    width = weight.shape[-1]
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if tail is None:
-        tail = x.new_zeros(sequences, width - 1, channels)
-    tail = tail.to(x.dtype)
+    windows, new_tail = _windows(x, weight.shape[-1], tail, cu_seqlens)
     accumulate = torch.promote_types(x.dtype, torch.float32)
     taps = weight[:, 0].to(accumulate).t()  # [W, P]
-
-    if cu_seqlens is None:
-        extended = torch.cat([tail, x], dim=1)
-        windows = (extended[:, j : j + length] for j in range(width))
-        new_tail = extended[:, length:]
-    else:
-        # Every sequence gets its W - 1 rows of history in front: row t of sequence s moves to t + (s + 1)(W - 1).
-        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-        sequence = torch.repeat_interleave(torch.arange(sequences, device=x.device), lengths, output_size=length)
-        token_rows = torch.arange(length, device=x.device) + (sequence + 1) * (width - 1)
-        ends = cu_seqlens[1:] + torch.arange(1, sequences + 1, device=x.device) * (width - 1)
-        history = torch.arange(width - 1, device=x.device)
-        starts = cu_seqlens[:-1] + torch.arange(sequences, device=x.device) * (width - 1)
-        rows = torch.cat([token_rows, (starts[:, None] + history).flatten()])
-        extended = x.new_zeros(length + sequences * (width - 1), channels)
-        extended = extended.index_copy(0, rows, torch.cat([x[0], tail.flatten(0, 1)]))
-        windows = (extended[token_rows - (width - 1) + j][None] for j in range(width))
-        new_tail = extended[ends[:, None] - (width - 1) + history]
-
     total = None
     for window, tap in zip(windows, taps, strict=True):
         total = window.to(accumulate) * tap if total is None else torch.addcmul(total, window.to(accumulate), tap)
     return F.silu(total).to(x.dtype), new_tail
+
+
+def advance_tail(x: torch.Tensor, tail: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    """The last W - 1 inputs after x, as `short_conv` returns them, without convolving; tail [N, W - 1, P]."""
+    return _windows(x, tail.shape[1] + 1, tail, cu_seqlens)[1]
+
+
+def _windows(x, width, tail, cu_seqlens):
+    """An iterator over the W shifted views of x that the taps meet, and the new tail."""
+    batch, length, channels = x.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if tail is None:
+        tail = x.new_zeros(sequences, width - 1, channels)
+    tail = tail.to(x.dtype)
+    if cu_seqlens is None:
+        extended = torch.cat([tail, x], dim=1)
+        return (extended[:, j : j + length] for j in range(width)), extended[:, length:]
+    # Every sequence gets its W - 1 rows of history in front: row t of sequence s moves to t + (s + 1)(W - 1).
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    sequence = torch.repeat_interleave(torch.arange(sequences, device=x.device), lengths, output_size=length)
+    token_rows = torch.arange(length, device=x.device) + (sequence + 1) * (width - 1)
+    ends = cu_seqlens[1:] + torch.arange(1, sequences + 1, device=x.device) * (width - 1)
+    history = torch.arange(width - 1, device=x.device)
+    starts = cu_seqlens[:-1] + torch.arange(sequences, device=x.device) * (width - 1)
+    rows = torch.cat([token_rows, (starts[:, None] + history).flatten()])
+    extended = x.new_zeros(length + sequences * (width - 1), channels)
+    extended = extended.index_copy(0, rows, torch.cat([x[0], tail.flatten(0, 1)]))
+    windows = (extended[token_rows - (width - 1) + j][None] for j in range(width))
+    return windows, extended[ends[:, None] - (width - 1) + history]
