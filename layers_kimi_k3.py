@@ -133,10 +133,16 @@ class KimiK3DeltaAttention(nn.Module):
         recurrent = state.recurrent_state if state is not None else None
         x, cu_seqlens = (hidden_states, None) if layout is None else (layout.take(hidden_states), layout.cu_seqlens)
 
-        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, q_tail = self.q_conv1d(projected[0], tails[0], cu_seqlens)
-        k, k_tail = self.k_conv1d(projected[1], tails[1], cu_seqlens)
-        v, v_tail = self.v_conv1d(projected[2], tails[2], cu_seqlens)
+        recorded = []  # inputs of the convolutions, kept only while the cache records
+        convolved, new_tails = [], []
+        for name, tail in zip("qkv", tails, strict=True):
+            projected = getattr(self, f"{name}_proj")(x)
+            out, new_tail = getattr(self, f"{name}_conv1d")(projected, tail, cu_seqlens)
+            convolved.append(out)
+            new_tails.append(new_tail)
+            if state is not None and state.record_past:
+                recorded.append(projected)
+        q, k, v = convolved
         heads = (*x.shape[:2], self.num_heads, self.head_dim)
         decay, beta = self.f_b_proj(self.f_a_proj(x)).view(heads), self.b_proj(x)
         with full_precision(x.device):
@@ -153,8 +159,8 @@ class KimiK3DeltaAttention(nn.Module):
                 out, recurrent = kda.chunk_kda(*inputs, initial_state=recurrent, cu_seqlens=cu_seqlens)
         if state is not None:
             if state.record_past:
-                state.record(projected, inputs[1:], layout.order if layout is not None else None, batch, length)
-            state.store((q_tail, k_tail, v_tail), recurrent, length)
+                state.record(recorded, inputs[1:], layout.order if layout is not None else None, batch, length)
+            state.store(new_tails, recurrent, length)
 
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         out = self.o_norm(out.to(q.dtype), gate.view(heads)).flatten(-2)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 CHUNK = 64
 # Tokens whose chunk matrices exist at once when no gradient is recorded: bounds the extra memory of a long prefill.
-GROUP_TOKENS = 4096
+GROUP_TOKENS = 1024
 
 
 def working_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -136,11 +136,15 @@ def chunk_kda(
 
     table, steps, order = _chunk_table(lengths, q.device)
     state = state[order]
-    outputs, finished = [], []
+    finished = []
+    # Every real token stands in exactly one row of the table; the padding rows go to a row that is cut off.
+    slots = torch.where(table >= 0, table, batch * length)
+    flat = q.new_zeros(batch * length + 1, heads, value_size)
     for first, last in _groups(steps, q, k, v, g, beta):
         chunks = table[steps[first] : steps[last]]
         blocks = [_gather(x, chunks) for x in (q, k, v, g, beta)]
         q_decay, attn, w, u, k_restore, decay = _prepare(*blocks)
+        outputs = []
         for step in range(first, last):
             rows = slice(steps[step] - steps[first], steps[step + 1] - steps[first])
             active = rows.stop - rows.start
@@ -150,11 +154,9 @@ def chunk_kda(
             updated = u[rows] - w[rows] @ state
             outputs.append(q_decay[rows] @ state + attn[rows] @ updated)
             state = decay[rows] * state + k_restore[rows].transpose(-1, -2) @ updated
+        out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)  # [chunks * C, H, V]
+        flat.index_copy_(0, slots[steps[first] : steps[last]].flatten(), out)
     state = torch.cat([state, *reversed(finished)])
-    out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)  # [chunks * C, H, V]
-    # Every real token stands in exactly one row of the table; the padding rows go to a row that is cut off.
-    slots = torch.where(table >= 0, table, batch * length).flatten()
-    flat = out.new_zeros(batch * length + 1, heads, value_size).index_copy(0, slots, out)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(sequences, device=order.device)
     return flat[:-1].view(batch, length, heads, value_size), state[inverse]

@@ -49,7 +49,8 @@ def _windows(x, width, tail, cu_seqlens):
     tail = tail.to(x.dtype)
     if cu_seqlens is None:
         extended = torch.cat([tail, x], dim=1)
-        return (extended[:, j : j + length] for j in range(width)), extended[:, length:]
+        # cloned: a view would keep the inputs of a whole prompt alive in the cache
+        return (extended[:, j : j + length] for j in range(width)), extended[:, length:].clone()
     # Every sequence gets its W - 1 rows of history in front: row t of sequence s moves to t + (s + 1)(W - 1).
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     sequence = torch.repeat_interleave(torch.arange(sequences, device=x.device), lengths, output_size=length)
