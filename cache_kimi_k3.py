@@ -75,7 +75,53 @@ class ProjectedInputs:
         return part
 
 
-class KDACacheLayer(CacheLayerMixin):
+class _StateLayer(CacheLayerMixin):
+    """What the two kinds of layer have in common: a token count, and no keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.seq_length = 0
+
+    def lazy_initialization(self, *args, **kwargs) -> None:
+        raise NotImplementedError(f"{type(self).__name__} holds no keys and values; the model fills it")
+
+    def update(self, *args, **kwargs):
+        raise NotImplementedError(f"{type(self).__name__} holds no keys and values; the model fills it")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seq_length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.seq_length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def __deepcopy__(self, memo):
+        """A copy cut off from autograd, whose graph cannot be copied."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__ = _copied(self.__dict__)
+        return copied
+
+
+def _copied(value):
+    """A deep copy of nested containers of tensors, without their autograd history."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    if dataclasses.is_dataclass(value):
+        return type(value)(*(_copied(getattr(value, field.name)) for field in dataclasses.fields(value)))
+    return value
+
+
+class KDACacheLayer(_StateLayer):
     """State of one KDA layer.
 
     Attributes:
@@ -89,7 +135,6 @@ class KDACacheLayer(CacheLayerMixin):
         self.conv_width = conv_width
         self.conv_tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.recurrent_state: torch.Tensor | None = None
-        self.seq_length = 0
         self.record_past = False
         self._boundary: tuple | None = None  # (conv_tails, recurrent_state) before the recorded tokens
         self._recorded: list[ProjectedInputs] = []
@@ -176,21 +221,6 @@ class KDACacheLayer(CacheLayerMixin):
     def tensors(self) -> list[torch.Tensor]:
         return [*self.conv_tails, self.recurrent_state] if self.is_initialized else []
 
-    def lazy_initialization(self, *args, **kwargs) -> None:
-        raise NotImplementedError("a KDA layer has no keys and values; the model fills it through `store`")
-
-    def update(self, *args, **kwargs):
-        raise NotImplementedError("a KDA layer has no keys and values; the model fills it through `store`")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seq_length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.seq_length
-
-    def get_max_length(self) -> int:
-        return -1
-
     @property
     def batch_size(self) -> int:
         return self.recurrent_state.shape[0] if self.is_initialized else -1
@@ -208,9 +238,6 @@ class KDACacheLayer(CacheLayerMixin):
         self.__init__(self.conv_width)
         self.record_past = recording
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._map(lambda x: x.index_select(0, indices.to(x.device)))
         if self._recorded:
@@ -221,7 +248,7 @@ class KDACacheLayer(CacheLayerMixin):
         self.batch_select_indices(rows)
 
 
-class LatentCacheLayer(CacheLayerMixin):
+class LatentCacheLayer(_StateLayer):
     """Latents of one MLA layer: the normed 512-wide latent and the shared 64-wide key part of every token."""
 
     is_croppable = True
@@ -229,7 +256,6 @@ class LatentCacheLayer(CacheLayerMixin):
     def __init__(self):
         super().__init__()
         self.buffer: torch.Tensor | None = None  # [B, capacity, kv_lora_rank + qk_rope_head_dim]
-        self.seq_length = 0
 
     @property
     def latents(self) -> torch.Tensor:
@@ -239,8 +265,11 @@ class LatentCacheLayer(CacheLayerMixin):
     def append(self, latents: torch.Tensor) -> torch.Tensor:
         """Append [B, new tokens, width] and return the latents of all tokens, without a copy where possible."""
         length = self.seq_length + latents.shape[1]
-        if latents.requires_grad or (self.buffer is not None and self.buffer.requires_grad):
-            # Writing in place would cut or corrupt the autograd graph of earlier steps.
+        held = self.buffer
+        if latents.requires_grad or (
+            held is not None and (held.requires_grad or (held.is_inference() and not torch.is_inference_mode_enabled()))
+        ):
+            # Writing in place would cut the autograd graph of earlier steps, and is forbidden for inference tensors.
             self.buffer = latents if self.buffer is None else torch.cat([self.latents, latents], dim=1)
         else:
             if self.buffer is None or self.buffer.shape[1] < length:
@@ -262,21 +291,6 @@ class LatentCacheLayer(CacheLayerMixin):
     def tensors(self) -> list[torch.Tensor]:
         return [self.latents] if self.is_initialized else []
 
-    def lazy_initialization(self, *args, **kwargs) -> None:
-        raise NotImplementedError("an MLA layer stores latents, not keys and values; the model calls `append`")
-
-    def update(self, *args, **kwargs):
-        raise NotImplementedError("an MLA layer stores latents, not keys and values; the model calls `append`")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seq_length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.seq_length
-
-    def get_max_length(self) -> int:
-        return -1
-
     @property
     def batch_size(self) -> int:
         return self.buffer.shape[0] if self.is_initialized else -1
@@ -287,9 +301,6 @@ class LatentCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.__init__()
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.is_initialized:
@@ -325,7 +336,7 @@ class HybridCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states and of the latents held (not of the spare room of the latent buffers)."""
+        """Bytes of the states and latents held, without the spare room of latent buffers and what `crop` needs."""
         return sum(tensor.numel() * tensor.element_size() for layer in self.layers for tensor in layer.tensors())
 
     def crop(self, tokens_to_remove: int) -> None:

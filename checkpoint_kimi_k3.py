@@ -208,7 +208,10 @@ def read_headers(files: list[str | os.PathLike]) -> dict[str, tuple[str, tuple[i
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
             if length > size - 8:
                 raise ValueError(f"{path} is cut off or is not a safetensors file")
-            header = json.loads(file.read(length))
+            try:
+                header = dict(json.loads(file.read(length)))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path} is not a safetensors file: its header cannot be read") from error
         header.pop("__metadata__", None)
         data = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if 8 + length + data > size:
@@ -222,22 +225,34 @@ def read_headers(files: list[str | os.PathLike]) -> dict[str, tuple[str, tuple[i
 
 
 def check_headers(
-    model: PreTrainedModel, files: list[str], expert_storage: str, ignore_mismatched_sizes: bool = False
+    model: PreTrainedModel,
+    files: list[str],
+    expert_storage: str,
+    renamings: list[WeightRenaming],
+    ignore_mismatched_sizes: bool = False,
 ) -> None:
     """Refuse a checkpoint whose tensors do not fit the model, naming the tensor, before its data is read.
 
     What is merely absent (a new head) or foreign is left to transformers' loading report; experts must be whole.
 
+    Args:
+        renamings: applied to the names in the files first (the user's `key_mapping`).
+
     Raises:
-        ValueError: for a wrong shape, a missing expert tensor, or experts stored in the other form.
+        ValueError: for a wrong shape or number format, a tensor that is there twice, a missing expert tensor, or
+            experts stored in the other form.
     """
-    found = {_plain_name(name): (name, *entry) for name, entry in read_headers(files).items()}
+    found = {}
+    for name, entry in read_headers(files).items():
+        plain_name = _plain_name(apply_renamings(name, renamings))
+        if plain_name in found:
+            raise ValueError(f"{name} and {found[plain_name][0]} are the same tensor of the model")
+        found[plain_name] = (name, *entry)
     expected = {_plain_name(name): (name, *entry) for name, entry in _expected(model, expert_storage).items()}
     packed = next((entry[0] for plain, entry in found.items() if plain.endswith(".w1.weight_packed")), None)
     plain = next(
         (entry[0] for plain, entry in found.items() if ".experts." in plain and plain.endswith("w1.weight")), None
     )
-    has_experts = any(".experts." in plain_name for plain_name in found)
     if packed is not None and expert_storage == "float":
         raise ValueError(
             f"the checkpoint stores packed experts ({packed}), but the config has no quantization_config: add it, "
@@ -251,7 +266,7 @@ def check_headers(
     for plain_name, (name, dtype, shape) in expected.items():
         entry = found.get(plain_name)
         if entry is None:
-            if ".experts." in name and has_experts:
+            if ".experts." in name:
                 raise ValueError(f"the checkpoint lacks {name}, so this expert cannot be built")
             continue
         original, file_dtype, file_shape = entry
@@ -259,8 +274,18 @@ def check_headers(
             continue  # several shapes are right; the conversion checks them
         if dtype == "U8" and file_dtype != "U8":
             raise ValueError(f"{original} is {file_dtype}, expected U8 (packed MXFP4)")
+        if dtype != "U8" and file_dtype not in ("F64", "F32", "BF16", "F16"):
+            raise ValueError(
+                f"{original} is stored as {file_dtype}: only floating-point weights and packed MXFP4 experts are read"
+            )
         if file_shape != shape and not ignore_mismatched_sizes:
             raise ValueError(f"{original} has shape {list(file_shape)}, the config asks for {list(shape)}")
+
+
+def apply_renamings(name: str, renamings: list[WeightRenaming]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 def _plain_name(name: str) -> str:
@@ -295,13 +320,15 @@ _NATIVE_DENSE_MLP = tuple(
 
 def load_checked(model, state_dict, checkpoint_files, load_config, conversions, expert_storage, *args, **kwargs):
     """transformers' `_load_pretrained_model` with our conversions, after the headers were checked."""
+    # What transformers collected for us is the user's `key_mapping` and the renamings of old formats.
+    renamings = [entry for entry in load_config.weight_mapping or () if isinstance(entry, WeightRenaming)]
+    renamings += _NATIVE_DENSE_MLP
     if checkpoint_files and state_dict is None:
         if not all(str(file).endswith(".safetensors") for file in checkpoint_files):
             raise ValueError(
                 f"only safetensors files are read, not {checkpoint_files[0]}: convert the checkpoint first"
             )
-        check_headers(model, checkpoint_files, expert_storage, load_config.ignore_mismatched_sizes)
-    renamings = list(_NATIVE_DENSE_MLP)
+        check_headers(model, checkpoint_files, expert_storage, renamings, load_config.ignore_mismatched_sizes)
     if not hasattr(model, "language_model"):
         renamings.append(PrefixChange(prefix_to_remove="language_model"))
     load_config = dataclasses.replace(load_config, weight_mapping=[*renamings, *conversions])

@@ -111,6 +111,16 @@ def _file_dict(output: dict[str, Any]) -> dict[str, Any]:
     return output
 
 
+_FLAGS = (
+    "mla_use_nope", "mla_use_output_gate", "latent_moe_use_norm", "moe_renormalize", "use_grouped_topk",
+    "tie_word_embeddings", "use_cache", "output_router_logits",
+)  # fmt: skip
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _is_positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
@@ -307,7 +317,7 @@ class KimiK3TextConfig(PreTrainedConfig):
         value = getattr(self, name)
         if value is None and optional:
             return
-        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+        if not _is_count(value) or value < smallest:
             kind = "a positive integer" if smallest else "an integer that is not negative"
             raise ValueError(f"{name} must be {kind}{' or null' if optional else ''}, got {value!r}")
 
@@ -325,6 +335,9 @@ class KimiK3TextConfig(PreTrainedConfig):
                 f"linear_attn_config has keys this model does not implement: {', '.join(sorted(unknown))} "
                 "(KDA here has as many value heads as key heads, all of one size)"
             )
+        for name in ("kda_layers", "full_attn_layers"):
+            if not isinstance(linear[name], list | tuple) or not all(map(_is_count, linear[name])):
+                raise ValueError(f"linear_attn_config.{name} must be a list of layer numbers, got {linear[name]!r}")
         kda, mla = list(linear["kda_layers"]), list(linear["full_attn_layers"])
         both = sorted(set(kda) & set(mla))
         if both:
@@ -342,7 +355,7 @@ class KimiK3TextConfig(PreTrainedConfig):
     def _validate(self):
         linear = self.linear_attn_config
         for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
-            if not isinstance(linear[name], int) or linear[name] < 1:
+            if not _is_count(linear[name]) or linear[name] < 1:
                 raise ValueError(f"linear_attn_config.{name} must be a positive integer, got {linear[name]!r}")
         bound = linear.get("gate_lower_bound")
         if bound is not None and not (isinstance(bound, (int, float)) and _is_positive(-bound)):
@@ -354,8 +367,12 @@ class KimiK3TextConfig(PreTrainedConfig):
             raise ValueError("linear_attn_config.use_full_rank_gate must be true or false")
         for name in _SIZES:
             self._validate_size(name)
-        if not _is_positive(self.rms_norm_eps):
-            raise ValueError(f"rms_norm_eps must be a positive number, got {self.rms_norm_eps!r}")
+        for name in _FLAGS:
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        for name in ("rms_norm_eps", "initializer_range", "routed_scaling_factor"):
+            if not _is_positive(getattr(self, name)):
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.num_key_value_heads != self.num_attention_heads:
@@ -381,7 +398,7 @@ class KimiK3TextConfig(PreTrainedConfig):
     def _validate_experts(self):
         for name in ("num_experts_per_token", "moe_intermediate_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not _is_count(value) or value < 1:
                 raise ValueError(
                     f"num_experts is {self.num_experts}, so {name} must be a positive integer, got {value!r}"
                 )
@@ -411,6 +428,8 @@ class KimiK3TextConfig(PreTrainedConfig):
 
     def _validate_quantization(self):
         quantization = self.expert_quantization
+        if not isinstance(quantization, dict):
+            raise ValueError(f"quantization_config must be a dict, got {quantization!r}")
         if quantization.get("format") != "mxfp4-pack-quantized":
             raise ValueError(
                 f"quantization_config.format {quantization.get('format')!r} is not implemented; "
@@ -500,6 +519,9 @@ class KimiK3Config(PreTrainedConfig):
             if self.vision_config is None:
                 self.vision_config = KimiK3VisionConfig()
             self.text_config = KimiK3TextConfig()
+        for name in ("text_config", "vision_config"):
+            if not isinstance(getattr(self, name), dict | PreTrainedConfig | None):
+                raise ValueError(f"{name} must be a dict, got {getattr(self, name)!r}")
         if isinstance(self.text_config, dict):
             self.text_config = KimiK3TextConfig.from_dict(dict(self.text_config))
         if isinstance(self.vision_config, dict):

@@ -13,6 +13,7 @@ from .kernels/short_conv import
 from .kernels/situ import
 """
 
+import contextlib
 import importlib
 
 import torch
@@ -42,6 +43,8 @@ LATENT_NORM_EPS = 1e-6
 
 def full_precision(device: torch.device):
     """Autocast off: the parts that the architecture defines in float32 stay so under mixed-precision training."""
+    if not torch.amp.is_autocast_available(device.type):  # the meta device
+        return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
@@ -94,7 +97,7 @@ class KimiK3ShortConvolution(nn.Module):
 
 
 class KimiK3DeltaAttention(nn.Module):
-    """Kimi Delta Attention (`architecture`: report p. 4-5; Kimi Linear, arXiv 2510.26692)."""
+    """Kimi Delta Attention (Kimi K3 report, p. 4-5; Kimi Linear, arXiv 2510.26692)."""
 
     def __init__(self, config: KimiK3TextConfig, layer_idx: int):
         super().__init__()
@@ -233,7 +236,8 @@ class KimiK3MLAttention(nn.Module):
 
     def _absorbing_is_cheaper(self, queries: int, keys: int) -> bool:
         """Multiplications a head: expanding costs `kv_rank * (nope + v)` a key, absorbing makes each pair wider."""
-        if queries == keys:
+        # An adapter or a quantized layer in the place of `kv_b_proj` acts only when it is called.
+        if queries == keys or type(self.kv_b_proj) is not nn.Linear:
             return False
         wider = 2 * self.kv_rank - self.nope_dim - self.v_dim
         return queries * wider < self.kv_rank * (self.nope_dim + self.v_dim)
@@ -421,11 +425,12 @@ class KimiK3SparseMoeBlock(nn.Module):
         return routed, logits
 
 
-class KimiK3PseudoQuery(nn.Linear):
-    """Learned query [1, hidden] of a mix over depth. A layer of its own, because it starts at zero."""
+class KimiK3PseudoQuery(nn.Module):
+    """Learned query [1, hidden] of a mix over depth. No Linear: it is never called, an adapter on it would be dead."""
 
     def __init__(self, hidden_size: int):
-        super().__init__(hidden_size, 1, bias=False)
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden_size))
 
 
 class KimiK3DecoderLayer(GradientCheckpointingLayer):
@@ -457,11 +462,12 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
     def starts_block(self) -> bool:
         return self.block_size is not None and self.layer_idx % self.block_size == 0
 
-    def forward(self, partial, blocks, attention_mask=None, cache=None, layout=None, **kwargs):
+    def forward(self, partial, *blocks, attention_mask=None, cache=None, layout=None, **kwargs):
         """
         Args:
             partial: [B, T, hidden]; at a block's first layer the sum that is to be sealed.
-            blocks: tuple of [B, T, hidden]; without Attention Residuals empty.
+            blocks: each [B, T, hidden], none without Attention Residuals. Arguments of their own and not a tuple, so
+                that re-entrant gradient checkpointing sees them.
 
         Returns:
             the new partial sum, the stream that this layer read, attention weights or None, router logits or None.

@@ -49,7 +49,13 @@ def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> To
     batch, length, _ = embeds.shape
     device = embeds.device
     real = None
-    if attention_mask is not None and attention_mask.dim() == 2:
+    if attention_mask is not None:
+        seen = length + (cache.get_seq_length() if cache is not None else 0)
+        if attention_mask.shape != (batch, seen):
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, expected {(batch, seen)}: one column for "
+                "each token in the cache and each new one"
+            )
         real = attention_mask[:, -length:].to(device).bool()
         if real.all():
             real = None
@@ -70,6 +76,8 @@ def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> To
 def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cache):
     """[B, T] True where a document starts, None when no row holds more than one."""
     if cache is not None and cache.get_seq_length() > 0:
+        if cu_seq_lens is not None:
+            raise ValueError("cu_seq_lens_q describes packed documents, which cannot continue a cache")
         return None
     starts = torch.zeros(batch, length, dtype=torch.bool, device=device)
     if cu_seq_lens is not None:

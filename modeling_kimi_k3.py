@@ -38,7 +38,7 @@ from .layers_kimi_k3 import (
     mxfp4,
 )
 from .layout_kimi_k3 import token_layout
-from .vision_kimi_k3 import KimiK3Projector, KimiK3VisionTower
+from .vision_kimi_k3 import KimiK3PositionTable, KimiK3Projector, KimiK3VisionTower
 
 logger = logging.get_logger(__name__)
 
@@ -88,6 +88,13 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                     "load with dequantize=True to use it"
                 )
         return super().get_correct_experts_implementation(requested_experts or "eager")
+
+    def requires_grad_(self, requires_grad: bool = True):
+        """As in torch, but packed bytes stay as they are: they have no gradient."""
+        for parameter in self.parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(requires_grad)
+        return self
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
@@ -140,6 +147,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                 weight = torch.empty(shape, dtype=torch.float32, device=packed.device).normal_(0.0, std)
                 for parameter, data in zip((packed, scale), mxfp4.quantize_mxfp4(weight), strict=True):
                     init.copy_(parameter, data)
+        elif isinstance(module, KimiK3PositionTable):
+            init.normal_(module.weight, mean=0.0, std=1.0)
         elif isinstance(module, KimiK3PseudoQuery):
             init.zeros_(module.weight)  # Attention Residuals start as a plain average over depth (arXiv 2603.15031)
 
@@ -176,7 +185,9 @@ def copy_code(folder: Path) -> None:
     for file in sorted(kernels.glob("*.py")):
         if file.name != "__init__.py":  # the remote-code cache makes one; it would shadow the package `kernels`
             shutil.copyfile(file, folder / "kernels" / file.name)
-            (folder / file.name).unlink(missing_ok=True)  # transformers' copy, flattened
+            flattened = folder / file.name  # transformers' copy; a file of the user's with that name stays
+            if flattened.is_file() and flattened.read_bytes() == file.read_bytes():
+                flattened.unlink()
 
 
 class KimiK3Model(KimiK3PreTrainedModel):
@@ -225,25 +236,30 @@ class KimiK3Model(KimiK3PreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        masks = attention_mask if isinstance(attention_mask, dict) else {}
-        columns = masks.get("linear_attention") if masks else attention_mask
-        layout = token_layout(columns, position_ids, kwargs.pop("cu_seq_lens_q", None), inputs_embeds, cache)
+        if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
+            raise ValueError(
+                "attention_mask must be 2-D, one column for each token seen: KDA layers read no other form"
+            )
+        if not use_cache and cache is not None and cache.get_seq_length() > 0:
+            raise ValueError(
+                "use_cache=False would ignore the tokens in the cache that was given: leave one of them out"
+            )
+        layout = token_layout(attention_mask, position_ids, _packed_offsets(kwargs), inputs_embeds, cache)
         packed = layout is not None and layout.documents is not None
         if packed and cache is not None:
             raise ValueError("packed documents cannot share a cache: it holds one state for each row")
         if self.gradient_checkpointing and self.training and use_cache:
+            if cache is not None:
+                raise ValueError("gradient checkpointing recomputes the forward, so it cannot go with a cache")
             logger.warning_once("gradient checkpointing recomputes the forward, so no cache is built")
             use_cache = False
         if use_cache and cache is None and not packed:
             cache = HybridCache(self.config)
 
-        if masks:
-            attention_mask = masks["full_attention"]
-        else:
-            document = (lambda b, h, q, kv: layout.documents[b, q] == layout.documents[b, kv]) if packed else None
-            attention_mask = create_causal_mask(
-                self.config, inputs_embeds, attention_mask, cache, and_mask_function=document
-            )
+        document = (lambda b, h, q, kv: layout.documents[b, q] == layout.documents[b, kv]) if packed else None
+        attention_mask = create_causal_mask(
+            self.config, inputs_embeds, attention_mask, cache, and_mask_function=document
+        )
 
         collect = {
             "hidden_states": self.config.output_hidden_states if output_hidden_states is None else output_hidden_states,
@@ -261,7 +277,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             entering = partial
             partial, read, weights, logits = layer(
                 partial,
-                blocks,
+                *blocks,
                 attention_mask=attention_mask,
                 cache=cache if use_cache else None,
                 layout=layout,
@@ -281,6 +297,16 @@ class KimiK3Model(KimiK3PreTrainedModel):
         return MoeModelOutputWithPast(
             last_hidden_state=hidden_states, **{CACHE_ARGUMENT: cache if use_cache else None}, **collected
         )
+
+
+def _packed_offsets(kwargs) -> torch.Tensor | None:
+    """Take the packing arguments of the collators out of `kwargs`; the one that names the documents is returned."""
+    if kwargs.pop("seq_idx", None) is not None:
+        raise ValueError("seq_idx is not read: pass cu_seq_lens_q, or position_ids that restart at every document")
+    offsets = [kwargs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens_k")]
+    for name in ("max_length_q", "max_length_k"):
+        kwargs.pop(name, None)
+    return next((given for given in offsets if given is not None), None)
 
 
 def _one_cache(cache, past_key_values) -> HybridCache | None:
@@ -305,6 +331,9 @@ class KimiK3GenerationMixin(GenerationMixin):
                 f"cache_implementation={implementation!r} is not supported: "
                 "recurrent states and latents live in HybridCache"
             )
+        other = "past_key_values" if CACHE_ARGUMENT == "cache" else "cache"
+        if model_kwargs.get(other) is not None:
+            model_kwargs[CACHE_ARGUMENT] = model_kwargs.pop(other)
         given = model_kwargs.get(CACHE_ARGUMENT)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if given is None and isinstance(model_kwargs.get(CACHE_ARGUMENT), DynamicCache):

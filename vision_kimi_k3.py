@@ -8,6 +8,14 @@ from torch import nn
 from .configuration_kimi_k3 import KimiK3VisionConfig
 
 
+class KimiK3PositionTable(nn.Module):
+    """Learned positions [height, width, hidden] of the patch grid."""
+
+    def __init__(self, height: int, width: int, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(height, width, hidden_size))
+
+
 class KimiK3VisionTower(nn.Module):
     """Weights of MoonViT-V2. They load and save; images are refused by `KimiK3ForConditionalGeneration`."""
 
@@ -16,9 +24,7 @@ class KimiK3VisionTower(nn.Module):
         width, patch = config.vt_hidden_size, config.patch_size
         self.patch_embed = nn.Module()
         self.patch_embed.proj = nn.Conv2d(3, width, patch, stride=patch, bias=config.patch_embed_proj_bias)
-        table = torch.empty(config.init_pos_emb_height, config.init_pos_emb_width, width)
-        self.patch_embed.register_module("pos_emb", nn.Module())
-        self.patch_embed.pos_emb.weight = nn.Parameter(table.normal_())
+        self.patch_embed.pos_emb = KimiK3PositionTable(config.init_pos_emb_height, config.init_pos_emb_width, width)
         self.encoder = nn.Module()
         self.encoder.blocks = nn.ModuleList(self._block(config) for _ in range(config.vt_num_hidden_layers))
         self.encoder.final_layernorm = nn.RMSNorm(width)

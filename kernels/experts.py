@@ -32,13 +32,15 @@ def grouped_experts(
     Returns:
         [T, D] float32 (float64 for float64 x), summed in the order of the experts.
     """
+    out = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    if x.device.type == "meta":  # no ids to sort; shapes and dtypes are all there is
+        return out
     top_k = expert_ids.shape[-1]
     flat_ids = expert_ids.flatten()
     order = torch.argsort(flat_ids, stable=True)
     counts = torch.bincount(flat_ids, minlength=num_experts).tolist()
     tokens = order // top_k
     weights = expert_weights.flatten()[order]
-    out = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     start = 0
     for expert, count in enumerate(counts):
         if count == 0:
