@@ -1,0 +1,49 @@
+"""Writes docs/performance.md from the newest line of every case in benchmarks/results/*.jsonl.
+
+    python benchmarks/table.py
+"""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+HEAD = """# Performance, as measured
+
+Written by `python benchmarks/table.py` from `benchmarks/results/*.jsonl`; each line there holds the command, date,
+versions and machine of its case. Ours and the peer run in turn on the same machine. On a CPU only the ratio means
+something.
+
+| case | ours, ms | peer | peer, ms | faster | extra memory, ours / peer | roofline, ms | machine | date |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def gigabytes(case):
+    if "ours_extra_bytes" not in case:
+        return ""
+    ours, peer = case["ours_extra_bytes"], case["peer_extra_bytes"]
+    return f"{ours / 1e9:.2f} / {peer / 1e9:.2f} GB ({ours / peer:.2f})"
+
+
+def row(case):
+    machine = case["gpu"] or f"CPU, {case['cpu_threads']} threads"
+    roofline = f"{case['roofline_ms']:.3f}" if case["roofline_ms"] else ""
+    return (
+        f"| {case['case']} | {case['ours_ms']} | {case['peer']} | {case['peer_ms']} "
+        f"| {case['peer_ms'] / case['ours_ms']:.1f}x | {gigabytes(case)} | {roofline} | {machine} | {case['date']} |\n"
+    )
+
+
+def main():
+    newest = {}
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            case = json.loads(line)
+            newest[case["case"]] = case
+    commands = "".join(f"* `{command}`\n" for command in sorted({case["command"] for case in newest.values()}))
+    text = HEAD + "".join(map(row, newest.values())) + "\n## Commands\n\n" + commands
+    (ROOT / "docs" / "performance.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
