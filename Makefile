@@ -31,10 +31,12 @@ test: lint test-newest test-oldest
 # Each pytest worker has a core of its own, so more threads than one a worker only get in each other's way.
 test-newest: $(NEWEST_READY)
 	.venv/bin/python -c "import torch, transformers as t; print('torch', torch.__version__, 'transformers', t.__version__)"
+	OMP_NUM_THREADS=1 .venv/bin/python -P tests/common_suite/run.py $(PYTEST_FLAGS)
 	OMP_NUM_THREADS=1 .venv/bin/python -P -m pytest tests $(PYTEST_FLAGS)
 
 test-oldest: $(OLDEST_READY)
 	.venv-oldest/bin/python -c "import torch, transformers as t; print('torch', torch.__version__, 'transformers', t.__version__)"
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -P tests/common_suite/run.py $(PYTEST_FLAGS)
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -P -m pytest tests $(PYTEST_FLAGS)
 
 bench: $(NEWEST_READY)

@@ -248,6 +248,7 @@ def check_headers(
         if plain_name in found:
             raise ValueError(f"{name} and {found[plain_name][0]} are the same tensor of the model")
         found[plain_name] = (name, *entry)
+    has_layers = any(plain_name.startswith("layers.") for plain_name in found)
     expected = {_plain_name(name): (name, *entry) for name, entry in _expected(model, expert_storage).items()}
     packed = next((entry[0] for plain, entry in found.items() if plain.endswith(".w1.weight_packed")), None)
     plain = next(
@@ -266,7 +267,7 @@ def check_headers(
     for plain_name, (name, dtype, shape) in expected.items():
         entry = found.get(plain_name)
         if entry is None:
-            if ".experts." in name:
+            if ".experts." in name and has_layers:
                 raise ValueError(f"the checkpoint lacks {name}, so this expert cannot be built")
             continue
         original, file_dtype, file_shape = entry

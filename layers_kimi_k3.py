@@ -212,8 +212,13 @@ class KimiK3MLAttention(nn.Module):
             self.g_proj = nn.Linear(hidden, self.num_heads * self.v_dim, bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.v_dim, hidden, bias=False)
 
-    def forward(self, hidden_states, attention_mask=None, cache: HybridCache | None = None, **kwargs):
-        """[B, T, hidden] -> ([B, T, hidden], attention weights [B, H, T, S] or None)."""
+    def forward(
+        self, hidden_states, attention_mask=None, cache: HybridCache | None = None, need_weights: bool = False, **kwargs
+    ):
+        """[B, T, hidden] -> ([B, T, hidden], attention weights [B, H, T, S] or None).
+
+        With `need_weights` the attention runs eagerly, whatever implementation is set: the fused ones have none.
+        """
         batch, length, _ = hidden_states.shape
         if self.config.q_lora_rank is None:
             query = self.q_proj(hidden_states)
@@ -228,7 +233,7 @@ class KimiK3MLAttention(nn.Module):
         if self._absorbing_is_cheaper(length, latents.shape[1]):
             out, weights = self._absorbed(query, latents, attention_mask, **kwargs)
         else:
-            out, weights = self._expanded(query, latents, attention_mask, **kwargs)
+            out, weights = self._expanded(query, latents, attention_mask, need_weights, **kwargs)
         out = out.reshape(batch, length, -1)
         if self.config.mla_use_output_gate:
             out = out * torch.sigmoid(self.g_proj(hidden_states))
@@ -242,12 +247,15 @@ class KimiK3MLAttention(nn.Module):
         wider = 2 * self.kv_rank - self.nope_dim - self.v_dim
         return queries * wider < self.kv_rank * (self.nope_dim + self.v_dim)
 
-    def _expanded(self, query, latents, attention_mask, **kwargs):
+    def _expanded(self, query, latents, attention_mask, need_weights, **kwargs):
         batch, keys, _ = latents.shape
         latent, k_pe = latents.split([self.kv_rank, self.rope_dim], dim=-1)
         expanded = self.kv_b_proj(latent).view(batch, keys, self.num_heads, self.nope_dim + self.v_dim).transpose(1, 2)
         key_nope, value = expanded.split([self.nope_dim, self.v_dim], dim=-1)
         key = torch.cat([key_nope, k_pe[:, None].expand(-1, self.num_heads, -1, -1)], dim=-1)
+        if need_weights:
+            mask = self._explicit_mask(attention_mask, query, keys)
+            return eager_attention_forward(self, query, key, value, mask, self.scaling)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         # The fused kernels of sdpa want one head size; without padding torch falls back to a [T, S] matrix.
         padding = self.qk_dim - self.v_dim if self.config._attn_implementation == "sdpa" else 0
@@ -271,6 +279,13 @@ class KimiK3MLAttention(nn.Module):
         )
         out = out.view(batch, length, heads, self.kv_rank).transpose(1, 2) @ w_uv.transpose(1, 2)
         return out.transpose(1, 2), weights.view(batch, length, heads, -1).transpose(1, 2)
+
+    def _explicit_mask(self, mask, query, keys):
+        """The additive mask of a forward for which a fused implementation was given none: plain causality."""
+        if mask is None and query.shape[2] > 1:
+            queries = query.shape[2]
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
+        return self._additive(mask, query)
 
     @staticmethod
     def _additive(mask, like):

@@ -19,7 +19,8 @@ from transformers import initialization as init
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.utils import logging
+from transformers.utils import can_return_tuple, logging
+from transformers.utils.output_capturing import OutputRecorder
 
 from .cache_kimi_k3 import HybridCache
 from .checkpoint_kimi_k3 import load_checked, weight_conversions
@@ -56,6 +57,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = False
     _can_compile_fullgraph = False
+    # What the forward collects itself; declared for tools that ask.
+    _can_record_outputs = {"router_logits": OutputRecorder(KimiK3TopkRouter, index=0)}
     _skip_keys_device_placement = ["past_key_values", "cache"]
     # float32 in the file and in memory, whatever dtype is asked for; the constructor adds those of the bounded gate
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
@@ -207,6 +210,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -267,10 +271,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             "router_logits": self.config.output_router_logits if output_router_logits is None else output_router_logits,
         }
         if collect["attentions"] and self.config._attn_implementation != "eager":
-            raise ValueError(
-                f"attention weights exist only with attn_implementation='eager', not "
-                f"{self.config._attn_implementation!r}: call model.set_attn_implementation('eager')"
-            )
+            logger.warning_once("attention weights were asked for: attention runs eagerly in such a forward")
         collected = {name: () for name, wanted in collect.items() if wanted}
         partial, blocks = inputs_embeds, ()
         for layer in self.layers:
@@ -281,6 +282,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
                 attention_mask=attention_mask,
                 cache=cache if use_cache else None,
                 layout=layout,
+                need_weights=collect["attentions"],
                 **kwargs,
             )
             if layer.starts_block:
@@ -356,6 +358,7 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -429,6 +432,7 @@ class KimiK3ForConditionalGeneration(KimiK3PreTrainedModel, KimiK3GenerationMixi
     def set_output_embeddings(self, value):
         self.language_model.set_output_embeddings(value)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,

@@ -43,7 +43,7 @@ setup(
         "train": ["datasets", "peft>=0.21", "tqdm"],
         "eval": ["lm-eval>=0.4.13"],
         "plots": ["matplotlib"],
-        "test": ["hypothesis", "peft>=0.21", "pytest>=8", "pytest-xdist", "ruff"],
+        "test": ["hypothesis", "parameterized", "peft>=0.21", "pytest>=8", "pytest-xdist", "ruff"],
     },
     cmdclass={"build_py": BuildPackage},
     entry_points={"console_scripts": ["kimi-k3 = kimi_k3.cli:main"]},

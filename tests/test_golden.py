@@ -44,8 +44,7 @@ def test_logits_with_eager_attention(golden):
     """Fault 25: set_attn_implementation changes the called kernel, and the outputs agree."""
     model, tensors = golden
     sdpa = model(tensors["input_ids"]).logits
-    with pytest.raises(ValueError, match="set_attn_implementation\\('eager'\\)"):
-        model(tensors["input_ids"], output_attentions=True)
+    beside_sdpa = model(tensors["input_ids"], output_attentions=True).attentions
     model.set_attn_implementation("eager")
     try:
         eager = model(tensors["input_ids"], output_attentions=True)
@@ -53,6 +52,8 @@ def test_logits_with_eager_attention(golden):
         model.set_attn_implementation("sdpa")
     assert eager.attentions[0].shape[-2:] == tensors["input_ids"].shape[-1:] * 2
     torch.testing.assert_close(eager.attentions[0].sum(-1), torch.ones_like(eager.attentions[0][..., 0]))
+    for with_sdpa, weights in zip(beside_sdpa, eager.attentions, strict=True):
+        torch.testing.assert_close(with_sdpa, weights, atol=1e-3, rtol=1e-3)
     assert_golden(eager.logits, tensors["logits"])
     torch.testing.assert_close(eager.logits, sdpa, atol=5e-4, rtol=0)
 
@@ -71,13 +72,14 @@ def test_left_padded_row_equals_the_row_alone(golden):
     assert_golden(logits[:1], tensors["logits"][:1])
 
 
+@pytest.mark.parametrize("chunk", [None, 16, 150], ids=["whole", "chunks-of-16", "chunks-of-150"])
 @torch.no_grad()
-def test_greedy_with_cache(golden):
+def test_greedy_with_cache(golden, chunk):
     model, tensors = golden
     ids, expected = tensors["input_ids"], tensors["greedy_ids"]
     steps = expected.shape[1]
-    mask = torch.ones_like(ids)
-    text = model.generate(ids, attention_mask=mask, max_new_tokens=steps, min_new_tokens=steps, do_sample=False)
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": steps, "min_new_tokens": steps}
+    text = model.generate(ids, **settings, do_sample=False, prefill_chunk_size=chunk)
     assert torch.equal(text[:, ids.shape[1] :], expected)
 
 
@@ -85,7 +87,7 @@ def test_greedy_with_cache(golden):
 def test_greedy_without_cache(golden):
     model, tensors = golden
     ids, expected = tensors["input_ids"], tensors["greedy_ids"]
-    for step in range(8):  # every step is a whole forward
+    for step in range(expected.shape[1]):  # every step is a whole forward
         output = model(ids, use_cache=False, logits_to_keep=1)
         assert getattr(output, CACHE) is None
         chosen = output.logits[:, -1].argmax(-1)
