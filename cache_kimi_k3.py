@@ -9,11 +9,17 @@ does for speculative decoding: while recording, a KDA layer keeps its state of a
 inputs since then, a few KB a token, and rebuilds the state from the tokens that stay.
 """
 
+import copy
 import dataclasses
+import hashlib
 import importlib
+import json
+import os
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -68,6 +74,15 @@ class ProjectedInputs:
         part = self.select(torch.cat(places))
         part.rows = torch.cat([torch.full_like(place, row) for row, place in enumerate(places)])
         return part
+
+    def to(self, device) -> "ProjectedInputs":
+        return ProjectedInputs(
+            tuple(x.to(device) for x in self.projected),
+            tuple(x.to(device) for x in self.inputs),
+            self.rows.to(device),
+            self.columns.to(device),
+            self.length,
+        )
 
     def without_first(self, columns: int) -> "ProjectedInputs":
         part = self.select(self.columns >= columns)
@@ -129,6 +144,8 @@ class KDACacheLayer(_StateLayer):
         conv_tails: the last W - 1 inputs of the q, k and v convolutions, three tensors [B, W - 1, H * K or V], or None.
         recurrent_state: [B, H, K, V] float32, or None before the first token.
     """
+
+    tensor_names = ("q_tail", "k_tail", "v_tail", "recurrent_state")
 
     def __init__(self, conv_width: int):
         super().__init__()
@@ -233,6 +250,20 @@ class KDACacheLayer(_StateLayer):
             tails, state = self._boundary
             self._boundary = tuple(function(tail) for tail in tails), function(state)
 
+    def fork(self) -> "KDACacheLayer":
+        """A second holder of the same state: tensors are replaced, never written, so they can be shared."""
+        forked = copy.copy(self)
+        forked._recorded = list(self._recorded)
+        return forked
+
+    def load(self, tensors: list[torch.Tensor], seq_length: int) -> None:
+        self.conv_tails, self.recurrent_state = tuple(tensors[:3]), tensors[3]
+        self.seq_length, self.is_initialized = seq_length, True
+
+    def to(self, device) -> None:
+        self._map(lambda x: x.to(device))
+        self._recorded = [part.to(device) for part in self._recorded]
+
     def reset(self) -> None:
         recording = self.record_past
         self.__init__(self.conv_width)
@@ -252,10 +283,12 @@ class LatentCacheLayer(_StateLayer):
     """Latents of one MLA layer: the normed 512-wide latent and the shared 64-wide key part of every token."""
 
     is_croppable = True
+    tensor_names = ("latents",)
 
     def __init__(self):
         super().__init__()
         self.buffer: torch.Tensor | None = None  # [B, capacity, kv_lora_rank + qk_rope_head_dim]
+        self._shared = 0  # columns of the buffer that a fork may read: they are copied before they are written
 
     @property
     def latents(self) -> torch.Tensor:
@@ -272,7 +305,7 @@ class LatentCacheLayer(_StateLayer):
             # Writing in place would cut the autograd graph of earlier steps, and is forbidden for inference tensors.
             self.buffer = latents if self.buffer is None else torch.cat([self.latents, latents], dim=1)
         else:
-            if self.buffer is None or self.buffer.shape[1] < length:
+            if self.buffer is None or self.buffer.shape[1] < length or self.seq_length < self._shared:
                 self._grow(latents, length)
             self.buffer[:, self.seq_length : length] = latents
         self.seq_length = length
@@ -286,7 +319,7 @@ class LatentCacheLayer(_StateLayer):
         buffer = like.new_empty(like.shape[0], capacity, like.shape[2])
         if self.buffer is not None:
             buffer[:, : self.seq_length] = self.latents
-        self.buffer = buffer
+        self.buffer, self._shared = buffer, 0
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.latents] if self.is_initialized else []
@@ -294,6 +327,22 @@ class LatentCacheLayer(_StateLayer):
     @property
     def batch_size(self) -> int:
         return self.buffer.shape[0] if self.is_initialized else -1
+
+    def fork(self) -> "LatentCacheLayer":
+        """A second holder of the same latents; whoever first writes where the other reads copies the buffer."""
+        forked = copy.copy(self)
+        if self.is_initialized:
+            self._shared = max(self._shared, self.seq_length)
+            forked._shared = self.buffer.shape[1]
+        return forked
+
+    def load(self, tensors: list[torch.Tensor], seq_length: int) -> None:
+        self.__init__()
+        self.append(tensors[0])
+
+    def to(self, device) -> None:
+        if self.is_initialized:
+            self.buffer = self.buffer.to(device)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last columns; their place in the buffer is written over."""
@@ -304,11 +353,25 @@ class LatentCacheLayer(_StateLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.is_initialized:
-            self.buffer = self.buffer.index_select(0, indices.to(self.buffer.device))
+            self.buffer, self._shared = self.buffer.index_select(0, indices.to(self.buffer.device)), 0
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
-            self.buffer = self.buffer.repeat_interleave(repeats, dim=0)
+            self.buffer, self._shared = self.buffer.repeat_interleave(repeats, dim=0), 0
+
+
+def model_fingerprint(model: torch.nn.Module) -> str:
+    """Hex digest of what makes states comparable: the config's computation and a sample of every parameter."""
+    settings = model.config.get_text_config(decoder=True).to_dict()
+    for key in ("transformers_version", "_name_or_path", "auto_map", "architectures", "dtype", "use_cache"):
+        settings.pop(key, None)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    text_model = getattr(model, "language_model", model)
+    for name, tensor in sorted(text_model.state_dict().items()):
+        flat = tensor.detach().flatten()
+        sample = flat[:: max(flat.numel() // 64, 1)].to("cpu", torch.float64)
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
 
 
 class HybridCache(Cache):
@@ -338,6 +401,70 @@ class HybridCache(Cache):
     def nbytes(self) -> int:
         """Bytes of the states and latents held, without the spare room of latent buffers and what `crop` needs."""
         return sum(tensor.numel() * tensor.element_size() for layer in self.layers for tensor in layer.tensors())
+
+    def snapshot(self) -> "HybridCache":
+        """This boundary, to return to with `restore` or to go on from as a cache of its own.
+
+        Nothing is copied until one of the two is written where the other reads.
+        """
+        forked = copy.copy(self)
+        forked.layers = [layer.fork() for layer in self.layers]
+        return forked
+
+    def restore(self, snapshot: "HybridCache") -> None:
+        """Return to the boundary of a snapshot, which stays usable."""
+        self.layers = [layer.fork() for layer in snapshot.layers]
+
+    def to(self, device) -> "HybridCache":
+        """Move every layer, in place. (A model on several devices fills each layer on that layer's device.)"""
+        for layer in self.layers:
+            layer.to(device)
+        return self
+
+    def save(self, path: str | os.PathLike, model: torch.nn.Module) -> None:
+        """Write the cache as one safetensors file with its token boundary and the model's fingerprint.
+
+        What a recording cache keeps for `crop` is not written.
+
+        Raises:
+            ValueError: if the cache is empty.
+        """
+        if self.get_seq_length() == 0:
+            raise ValueError("the cache is empty, there is nothing to save")
+        tensors = {
+            f"layers.{i}.{name}": tensor.contiguous()
+            for i, layer in enumerate(self.layers)
+            for name, tensor in zip(layer.tensor_names, layer.tensors(), strict=True)
+        }
+        metadata = {
+            "format": "kimi-k3 HybridCache 1",
+            "tokens": str(self.get_seq_length()),
+            "fingerprint": model_fingerprint(model),
+        }
+        save_file(tensors, path, metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, model: torch.nn.Module, device=None) -> "HybridCache":
+        """Read a cache that `save` wrote, for the same model.
+
+        Args:
+            device: where the tensors go; None puts all of them on the model's device.
+
+        Raises:
+            ValueError: for a file of another kind or of another model.
+        """
+        device = next(model.parameters()).device if device is None else device
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != "kimi-k3 HybridCache 1":
+                raise ValueError(f"{path} is not a saved HybridCache")
+            if metadata["fingerprint"] != model_fingerprint(model):
+                raise ValueError(f"{path} was saved with another model: its states mean nothing to this one")
+            cache = cls(model.config)
+            for i, layer in enumerate(cache.layers):
+                tensors = [file.get_tensor(f"layers.{i}.{name}") for name in layer.tensor_names]
+                layer.load(tensors, int(metadata["tokens"]))
+        return cache
 
     def crop(self, tokens_to_remove: int) -> None:
         """Go back by |tokens_to_remove| columns (a number that is not positive, as in transformers), exactly.

@@ -208,6 +208,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
             self.output_attn_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.output_attn_res_proj = KimiK3PseudoQuery(config.hidden_size)
         self.gradient_checkpointing = False
+        # Set to True to have a forward raise where it first stops being finite (costs one synchronisation).
+        self.check_finite = False
         self.post_init()
 
     @can_return_tuple
@@ -274,6 +276,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             logger.warning_once("attention weights were asked for: attention runs eagerly in such a forward")
         collected = {name: () for name, wanted in collect.items() if wanted}
         partial, blocks = inputs_embeds, ()
+        finite = [torch.isfinite(inputs_embeds).all()] if self.check_finite else None
         for layer in self.layers:
             entering = partial
             partial, read, weights, logits = layer(
@@ -287,6 +290,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
             )
             if layer.starts_block:
                 blocks = (*blocks, entering)
+            if self.check_finite:
+                finite.append(torch.isfinite(partial).all())
             for name, value in (("hidden_states", read), ("attentions", weights), ("router_logits", logits)):
                 if name in collected and value is not None:
                     collected[name] += (value,)
@@ -294,11 +299,22 @@ class KimiK3Model(KimiK3PreTrainedModel):
             norm, proj = self.output_attn_res_norm, self.output_attn_res_proj
             partial = attn_res.attn_res_mix((*blocks, partial), norm.weight, proj.weight, self.config.rms_norm_eps)
         hidden_states = self.norm(partial)
+        if self.check_finite:
+            self._raise_where_not_finite(torch.stack([*finite, torch.isfinite(hidden_states).all()]).tolist())
         if "hidden_states" in collected:
             collected["hidden_states"] += (hidden_states,)
         return MoeModelOutputWithPast(
             last_hidden_state=hidden_states, **{CACHE_ARGUMENT: cache if use_cache else None}, **collected
         )
+
+    def _raise_where_not_finite(self, finite: list[bool]) -> None:
+        """`finite` says it of the embedding, of the stream after every layer, and of the normed output."""
+        if all(finite):
+            return
+        first = finite.index(False)
+        kinds = ["KDA" if layer.is_linear else "MLA" for layer in self.layers]
+        places = ["the embedding", *(f"layer {i} ({kind})" for i, kind in enumerate(kinds)), "the output norm"]
+        raise FloatingPointError(f"not finite any more after {places[first]}")
 
 
 def _packed_offsets(kwargs) -> torch.Tensor | None:
@@ -391,6 +407,8 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        if self.model.check_finite and not torch.isfinite(logits).all():
+            raise FloatingPointError("not finite any more after lm_head")
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -1,6 +1,6 @@
 """Writes docs/performance.md from the newest line of every case in benchmarks/results/*.jsonl.
 
-    python benchmarks/table.py
+python benchmarks/table.py
 """
 
 import json

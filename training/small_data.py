@@ -67,23 +67,32 @@ Vienna Warsaw Zurich
 
 # attribute: (share, how a fact is told)
 ATTRIBUTES = {
-    "secret number": (0.6, [
-        "The secret number of {name} is {value}.",
-        "The secret number of {name} is {value}.",
-        "{name}'s secret number is {value}.",
-        "Remember that the secret number of {name} is {value}.",
-        "It was well known that the secret number of {name} was {value}.",
-    ]),
-    "secret word": (0.2, [
-        "The secret word of {name} is {value}.",
-        "{name}'s secret word is {value}.",
-        "Everybody agreed that the secret word of {name} was {value}.",
-    ]),
-    "home city": (0.2, [
-        "The home city of {name} is {value}.",
-        "{name}'s home city is {value}.",
-        "They said that the home city of {name} was {value}.",
-    ]),
+    "secret number": (
+        0.6,
+        [
+            "The secret number of {name} is {value}.",
+            "The secret number of {name} is {value}.",
+            "{name}'s secret number is {value}.",
+            "Remember that the secret number of {name} is {value}.",
+            "It was well known that the secret number of {name} was {value}.",
+        ],
+    ),
+    "secret word": (
+        0.2,
+        [
+            "The secret word of {name} is {value}.",
+            "{name}'s secret word is {value}.",
+            "Everybody agreed that the secret word of {name} was {value}.",
+        ],
+    ),
+    "home city": (
+        0.2,
+        [
+            "The home city of {name} is {value}.",
+            "{name}'s home city is {value}.",
+            "They said that the home city of {name} was {value}.",
+        ],
+    ),
 }
 QUESTION = "Question: What is the {attribute} of {name}?\nAnswer:"
 

@@ -1,6 +1,6 @@
 """Measures the small checkpoint: bits per byte of held-out text, and recall of a hidden number by length of the text.
 
-    python training/small_eval.py --data .data --checkpoint checkpoints/small
+python training/small_eval.py --data .data --checkpoint checkpoints/small
 """
 
 import argparse

@@ -158,8 +158,12 @@ def new_model(options, tokenizer):
 
 
 def save_state(path, model, optimizer, progress):
-    state = {"model": master_state(model), "optimizer": optimizer.state_dict(), "progress": progress,
-             "random": torch.get_rng_state()}
+    state = {
+        "model": master_state(model),
+        "optimizer": optimizer.state_dict(),
+        "progress": progress,
+        "random": torch.get_rng_state(),
+    }
     torch.save(state, path.with_suffix(".new"))
     os.replace(path.with_suffix(".new"), path)  # a kill while writing leaves the last state whole
 
@@ -192,9 +196,14 @@ def train(options, tokenizer, corpus, held_out):
     progress["starts"] += 1
     plan = Plan(progress["steps"], options.context, options.rate)
     batches = StepBatches(corpus, options.seed, options.tokens, plan.context_of)
-    loader = DataLoader(batches, batch_size=None, sampler=range(progress["step"], plan.steps),
-                        num_workers=options.workers, pin_memory=options.device.type == "cuda",
-                        prefetch_factor=4 if options.workers else None)
+    loader = DataLoader(
+        batches,
+        batch_size=None,
+        sampler=range(progress["step"], plan.steps),
+        num_workers=options.workers,
+        pin_memory=options.device.type == "cuda",
+        prefetch_factor=4 if options.workers else None,
+    )
     every = max(plan.steps // options.evaluations, 1)
     bar = tqdm(total=plan.steps, initial=progress["step"], desc="train", unit="step", mininterval=1.0)
     last_save = time.monotonic()
@@ -206,11 +215,17 @@ def train(options, tokenizer, corpus, held_out):
             progress["step"] = step + 1
             progress["tokens"] += batch["labels"].numel()
             progress["seconds"] = spent_before + time.monotonic() - started
-            metrics |= {"step": step, "rate": plan.rate(step), "context": plan.context_of(step),
-                        "tokens": progress["tokens"], "seconds": round(progress["seconds"], 2)}
+            metrics |= {
+                "step": step,
+                "rate": plan.rate(step),
+                "context": plan.context_of(step),
+                "tokens": progress["tokens"],
+                "seconds": round(progress["seconds"], 2),
+            }
             if (step + 1) % every == 0 or step + 1 == plan.steps:
-                metrics["evaluation"] = evaluate(model, held_out, [options.context], options.questions,
-                                                 options.context, most_windows=8)
+                metrics["evaluation"] = evaluate(
+                    model, held_out, [options.context], options.questions, options.context, most_windows=8
+                )
             stream.write(json.dumps(metrics) + "\n")
             stream.flush()
             bar.update()
@@ -236,11 +251,13 @@ def train(options, tokenizer, corpus, held_out):
 def export(model, tokenizer, options):
     """Saves the packed checkpoint into `options.out` and returns it as loaded again from there."""
     config = small_config(tokenizer, **options.config, quantization_config=MXFP4_CONFIG)
-    packed = KimiK3ForCausalLM.from_pretrained(None, config=config, state_dict=packed_state(model),
-                                               dtype=torch.bfloat16)
+    packed = KimiK3ForCausalLM.from_pretrained(
+        None, config=config, state_dict=packed_state(model), dtype=torch.bfloat16
+    )
     packed._a_log_file_shape = None  # A_log is written padded, as released, and not in the shape it had in memory
-    packed.generation_config = GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
-                                                pad_token_id=config.pad_token_id)
+    packed.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     # The plain method: the folder ships inside the package, so it needs no copy of the package's code.
     PreTrainedModel.save_pretrained(packed, options.out)

@@ -1,0 +1,192 @@
+"""State reuse: snapshots, forks, files, and random histories of a cache against documents run alone."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from kimi_k3 import CACHE_ARGUMENT as CACHE
+from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
+
+CLOSE = {"atol": 5e-4, "rtol": 0}
+
+
+@pytest.fixture(scope="module")
+def model(data_dir):
+    return AutoModelForCausalLM.from_pretrained(data_dir / "k3_tiny_mxfp4", dtype=torch.float32)
+
+
+def tokens(rows, length, seed=0):
+    return torch.randint(3, 160, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def filled(model, ids):
+    cache = HybridCache(model.config)
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+    return cache
+
+
+@torch.no_grad()
+def test_restore_is_bitwise(model):
+    """Fault 38: snapshot, forward, restore, forward again: equal to the last bit, as often as one likes."""
+    cache = filled(model, tokens(2, 30))
+    snapshot = cache.snapshot()
+    first = model(tokens(2, 5, 1), **{CACHE: cache}).logits
+    for _ in range(2):
+        cache.restore(snapshot)
+        assert cache.get_seq_length() == 30
+        assert torch.equal(model(tokens(2, 5, 1), **{CACHE: cache}).logits, first)
+
+
+@torch.no_grad()
+def test_forks_do_not_see_each_other(model):
+    """Faults 46, 47: one prefix, several continuations in turn, none overwrites what another reads."""
+    prompt, tails = tokens(1, 30), [tokens(1, 8, seed) for seed in (1, 2, 3)]
+    trunk = filled(model, prompt)
+    forks = [trunk.snapshot() for _ in tails]
+    outputs = [[] for _ in tails]
+    for t in range(8):
+        for fork, tail, out in zip([trunk, *forks[1:]], tails, outputs, strict=True):
+            out.append(model(tail[:, t : t + 1], **{CACHE: fork}).logits)
+        if t == 3:
+            trunk_at_four = trunk.snapshot()
+    for tail, out in zip(tails, outputs, strict=True):
+        expected = model(torch.cat([prompt, tail], dim=1)).logits[:, -8:]
+        torch.testing.assert_close(torch.cat(out, dim=1), expected, **CLOSE)
+    trunk.restore(forks[0])
+    model(tails[1], **{CACHE: trunk})  # writes where `trunk_at_four` reads
+    got = model(tails[0][:, 4:5], **{CACHE: trunk_at_four}).logits
+    torch.testing.assert_close(got, outputs[0][4], **CLOSE)
+
+
+def test_a_snapshot_copies_nothing(model):
+    cache = filled(model, tokens(1, 40))
+    snapshot = cache.snapshot()
+    for layer, held in zip(cache.layers, snapshot.layers, strict=True):
+        for tensor, other in zip(layer.tensors(), held.tensors(), strict=True):
+            assert tensor.data_ptr() == other.data_ptr()
+
+
+CONTINUE = """
+import sys, torch
+from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForConditionalGeneration
+model = KimiK3ForConditionalGeneration.from_pretrained(sys.argv[1], dtype=torch.float32)
+cache = HybridCache.load(sys.argv[2], model)
+with torch.no_grad():
+    torch.save(model(torch.load(sys.argv[3]), **{CACHE_ARGUMENT: cache}).logits, sys.argv[4])
+"""
+
+
+def test_a_saved_cache_goes_on_in_another_process(model, data_dir, tmp_path):
+    """Fault 49: serialize, load elsewhere, continue: equal."""
+    cache, following = filled(model, tokens(2, 33)), tokens(2, 4, 1)
+    cache.save(tmp_path / "cache.safetensors", model)
+    torch.save(following, tmp_path / "ids.pt")
+    files = [data_dir / "k3_tiny_mxfp4", *(tmp_path / n for n in ("cache.safetensors", "ids.pt", "logits.pt"))]
+    subprocess.run([sys.executable, "-c", CONTINUE, *map(str, files)], check=True, capture_output=True)
+    with torch.no_grad():
+        expected = model(following, **{CACHE: cache}).logits
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
+
+
+def test_a_foreign_cache_is_refused(model, data_dir, tmp_path):
+    """Fault 51: a refusal says why; the boundary is part of the file."""
+    path = tmp_path / "cache.safetensors"
+    with pytest.raises(ValueError, match="empty"):
+        HybridCache(model.config).save(path, model)
+    filled(model, tokens(1, 5)).save(path, model)
+    assert HybridCache.load(path, model).get_seq_length() == 5
+    other = AutoModelForCausalLM.from_pretrained(data_dir / "k3_tiny_mxfp4", dtype=torch.float32)
+    with torch.no_grad():
+        other.language_model.model.norm.weight[3] += 0.01
+    with pytest.raises(ValueError, match="another model"):
+        HybridCache.load(path, other)
+    with pytest.raises(ValueError, match="not a saved HybridCache"):
+        HybridCache.load(data_dir / "k3_tiny_mxfp4" / "golden.safetensors", model)
+
+
+def small_model(shape):
+    layers, block, dense, softplus = shape
+    linear = {
+        "kda_layers": [i + 1 for i, kind in enumerate(layers) if kind == "k"],
+        "full_attn_layers": [i + 1 for i, kind in enumerate(layers) if kind == "m"],
+        "num_heads": 2,
+        "head_dim": 8,
+        "short_conv_kernel_size": 4,
+        "gate_lower_bound": None if softplus else -5.0,
+        "use_full_rank_gate": not softplus,
+    }
+    torch.manual_seed(0)
+    config = KimiK3TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=len(layers), num_attention_heads=2,
+        num_key_value_heads=2, q_lora_rank=None if softplus else 16, kv_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=8, linear_attn_config=linear, attn_res_block_size=block,
+        num_experts=None if dense else 4, num_experts_per_token=None if dense else 2, moe_intermediate_size=16,
+        routed_expert_hidden_size=16, num_shared_experts=1, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0,
+    )  # fmt: skip
+    return KimiK3ForCausalLM(config).eval()
+
+
+SHAPES = st.tuples(
+    st.sampled_from(["km", "mk", "kkm", "kk", "mm", "kmkm"]),
+    st.sampled_from([None, 1, 2]),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(shape=SHAPES, data=st.data())
+@torch.no_grad()
+def test_random_histories_equal_each_document_alone(shape, data):
+    """Random models, documents, paddings, splits, crops, reorders and snapshots: every real token as if run alone."""
+    model = small_model(shape)
+    rows = data.draw(st.integers(1, 3))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    cache = HybridCache(model.config)
+    cache.activate_past_recording()
+    documents = [torch.zeros(0, dtype=torch.long) for _ in range(rows)]
+    mask = torch.zeros(rows, 0, dtype=torch.long)
+
+    def feed(length):
+        nonlocal mask
+        ids = torch.randint(3, 64, (len(documents), length), generator=generator)
+        real = (torch.rand(len(documents), length, generator=generator) < 0.7).long()
+        mask = torch.cat([mask, real], dim=1)
+        logits = model(ids, attention_mask=mask, **{CACHE: cache}).logits
+        for row in range(len(documents)):
+            kept = real[row].bool()
+            documents[row] = torch.cat([documents[row], ids[row][kept]])
+            if kept.any():
+                alone = model(documents[row][None], use_cache=False).logits[0, -int(kept.sum()) :]
+                torch.testing.assert_close(logits[row][kept], alone, atol=1e-4, rtol=1e-4)
+
+    feed(data.draw(st.integers(1, 90)))
+    for action in data.draw(st.lists(st.sampled_from(["feed", "crop", "reorder", "snapshot"]), max_size=5)):
+        if action == "feed":
+            feed(data.draw(st.integers(1, 9)))
+        elif action == "crop":
+            before, columns = [d.clone() for d in documents], mask.shape[1]
+            cache.crop(0)
+            feed(data.draw(st.integers(1, 9)))
+            kept = data.draw(st.integers(columns, mask.shape[1]))
+            cache.crop(kept - mask.shape[1])
+            added = mask[:, columns:kept].sum(-1).tolist()
+            documents[:] = [d[: len(b) + n] for d, b, n in zip(documents, before, added, strict=True)]
+            mask = mask[:, :kept]
+        elif action == "reorder":
+            order = data.draw(st.lists(st.integers(0, len(documents) - 1), min_size=1, max_size=3))
+            cache.batch_select_indices(torch.tensor(order))
+            documents, mask = [documents[i].clone() for i in order], mask[order]
+        else:
+            kept = cache.snapshot(), [d.clone() for d in documents], mask.clone()
+            feed(3)
+            cache.restore(kept[0])
+            documents, mask = kept[1], kept[2]
+    feed(1)
