@@ -241,8 +241,8 @@ class KimiK3MLAttention(nn.Module):
 
     def _absorbing_is_cheaper(self, queries: int, keys: int) -> bool:
         """Multiplications a head: expanding costs `kv_rank * (nope + v)` a key, absorbing makes each pair wider."""
-        # An adapter or a quantized layer in the place of `kv_b_proj` acts only when it is called.
-        if queries == keys or type(self.kv_b_proj) is not nn.Linear:
+        # An adapter in the place of `kv_b_proj` acts, and an offloaded weight is there, only when the module is called.
+        if queries == keys or type(self.kv_b_proj) is not nn.Linear or self.kv_b_proj.weight.is_meta:
             return False
         wider = 2 * self.kv_rank - self.nope_dim - self.v_dim
         return queries * wider < self.kv_rank * (self.nope_dim + self.v_dim)
@@ -440,12 +440,26 @@ class KimiK3SparseMoeBlock(nn.Module):
         return routed, logits
 
 
+class KimiK3DepthRMSNorm(nn.Module):
+    """Norm weight [hidden] of the scores of a mix over depth; called for it, so that offloading hooks act."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
 class KimiK3PseudoQuery(nn.Module):
-    """Learned query [1, hidden] of a mix over depth. No Linear: it is never called, an adapter on it would be dead."""
+    """Learned query [1, hidden] of a mix over depth; no Linear, because an adapter on it would be dead."""
 
     def __init__(self, hidden_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, hidden_size))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
 
 
 class KimiK3DecoderLayer(GradientCheckpointingLayer):
@@ -468,9 +482,9 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
         if self.block_size is not None:
-            self.self_attention_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.self_attention_res_norm = KimiK3DepthRMSNorm(config.hidden_size)
             self.self_attention_res_proj = KimiK3PseudoQuery(config.hidden_size)
-            self.mlp_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.mlp_res_norm = KimiK3DepthRMSNorm(config.hidden_size)
             self.mlp_res_proj = KimiK3PseudoQuery(config.hidden_size)
 
     @property
@@ -509,4 +523,4 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
 
     def _mix(self, blocks, partial, sublayer):
         norm, proj = getattr(self, f"{sublayer}_res_norm"), getattr(self, f"{sublayer}_res_proj")
-        return attn_res.attn_res_mix((*blocks, partial), norm.weight, proj.weight, self.eps)
+        return attn_res.attn_res_mix((*blocks, partial), norm(), proj(), self.eps)

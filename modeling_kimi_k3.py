@@ -28,6 +28,7 @@ from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from .layers_kimi_k3 import (
     KimiK3DecoderLayer,
     KimiK3DeltaAttention,
+    KimiK3DepthRMSNorm,
     KimiK3Experts,
     KimiK3PackedExperts,
     KimiK3PseudoQuery,
@@ -146,6 +147,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         elif isinstance(module, KimiK3PackedExperts):
             for name in ("gate_up_proj", "down_proj"):
                 packed, scale = getattr(module, f"{name}_packed"), getattr(module, f"{name}_scale")
+                if packed.is_meta:  # offloaded: nothing to fill here
+                    continue
                 shape = (*packed.shape[:-1], packed.shape[-1] * 2)
                 weight = torch.empty(shape, dtype=torch.float32, device=packed.device).normal_(0.0, std)
                 for parameter, data in zip((packed, scale), mxfp4.quantize_mxfp4(weight), strict=True):
@@ -205,7 +208,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         self.layers = nn.ModuleList(KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.attn_res_block_size is not None:
-            self.output_attn_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.output_attn_res_norm = KimiK3DepthRMSNorm(config.hidden_size)
             self.output_attn_res_proj = KimiK3PseudoQuery(config.hidden_size)
         self.gradient_checkpointing = False
         # Set to True to have a forward raise where it first stops being finite (costs one synchronisation).
@@ -297,7 +300,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
                     collected[name] += (value,)
         if self.config.attn_res_block_size is not None:
             norm, proj = self.output_attn_res_norm, self.output_attn_res_proj
-            partial = attn_res.attn_res_mix((*blocks, partial), norm.weight, proj.weight, self.config.rms_norm_eps)
+            partial = attn_res.attn_res_mix((*blocks, partial), norm(), proj(), self.config.rms_norm_eps)
         hidden_states = self.norm(partial)
         if self.check_finite:
             self._raise_where_not_finite(torch.stack([*finite, torch.isfinite(hidden_states).all()]).tolist())

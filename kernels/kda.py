@@ -22,6 +22,8 @@ Sums of g run inside each block of the tree instead of being differences of one 
 small decays behind a large one. Memory is O(T (C + K + V)) a head.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -192,17 +194,19 @@ def _chunk_table(lengths: list[int], device) -> tuple[torch.Tensor, list[int], t
         steps: table rows of step s are steps[s]:steps[s + 1]; the sequences of a step are a prefix of `order`.
         order [N]: sequences, longest first.
     """
-    lengths_tensor = torch.tensor(lengths)
-    starts = torch.cumsum(lengths_tensor, 0) - lengths_tensor
-    order = torch.argsort(lengths_tensor, descending=True, stable=True)
-    chunks = ((lengths_tensor + CHUNK - 1) // CHUNK)[order]
-    steps = torch.arange(int(chunks[0]))
-    step, rank = torch.nonzero(steps[:, None] < chunks[None], as_tuple=True)
-    within = step[:, None] * CHUNK + torch.arange(CHUNK)
-    sequence = order[rank][:, None]
-    table = torch.where(within < lengths_tensor[sequence], starts[sequence] + within, -1)
-    offsets = [0, *torch.bincount(step, minlength=len(steps)).cumsum(0).tolist()]
-    return table.to(device), offsets, order.to(device)
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    chunks = [-(-lengths[i] // CHUNK) for i in order]
+    offsets = [0]
+    for step in range(chunks[0]):
+        offsets.append(offsets[-1] + sum(count > step for count in chunks))
+    # (step, sequence) of every row; only Python numbers decide shapes, so that this can be compiled
+    rows = [(step, order[rank]) for step in range(chunks[0]) for rank in range(offsets[step + 1] - offsets[step])]
+    starts = [0, *itertools.accumulate(lengths)]
+    first = torch.tensor([starts[i] + step * CHUNK for step, i in rows], device=device)
+    left = torch.tensor([lengths[i] - step * CHUNK for step, i in rows], device=device)
+    slot = torch.arange(CHUNK, device=device)
+    table = torch.where(slot < left[:, None], first[:, None] + slot, -1)
+    return table, offsets, torch.tensor(order, device=device)
 
 
 def _groups(steps: list[int], *tensors) -> list[tuple[int, int]]:

@@ -359,3 +359,30 @@ def test_logits_to_keep_never_makes_all_logits(model, monkeypatch):
     monkeypatch.setattr(text.lm_head, "forward", lambda x: seen.append(x.shape) or forward(x))
     assert model(tokens(1, 50), logits_to_keep=1).logits.shape == (1, 1, 160)
     assert seen == [(1, 1, 64)]
+
+
+@pytest.mark.parametrize("dequantize", [False, True], ids=["packed", "float"])
+@torch.no_grad()
+def test_disk_offload(data_dir, tmp_path, dequantize):
+    """Layers that lie on disk give the same logits and text, packed experts and absorbed attention included."""
+    folder = data_dir / "k3_tiny_mxfp4"
+    plain = KimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    places = {name: "cpu" for name in ("model.embed_tokens", "model.norm", "lm_head")}
+    places |= {f"model.output_attn_res_{part}": "cpu" for part in ("norm", "proj")}
+    places |= {f"model.layers.{i}": "disk" if i in (1, 3) else "cpu" for i in range(7)}
+    settings = {"dtype": torch.float32, "device_map": places, "offload_folder": tmp_path, "dequantize": dequantize}
+    offloaded = KimiK3ForCausalLM.from_pretrained(folder, **settings)
+    assert offloaded.model.layers[3].self_attn.o_proj.weight.is_meta
+    ids = tokens(1, 20)
+    torch.testing.assert_close(offloaded(ids).logits, plain(ids).logits, **CLOSE)
+    generation = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(offloaded.generate(ids, **generation), plain.generate(ids, **generation))
+
+
+@torch.no_grad()
+def test_compiles_as_one_graph(data_dir):
+    """A dense model traces without a graph break (the reference experts need the counts on the host)."""
+    model = KimiK3ForCausalLM.from_pretrained(data_dir / "k3_dense_flat", dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    ids = tokens(2, 70)
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, **CLOSE)
