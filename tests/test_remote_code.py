@@ -337,9 +337,9 @@ def tree_of(name):
 def test_imports_only_torch_and_transformers(name):
     """Faults 16, 24: fla, flash-attn, einops, triton, compressed-tensors are never needed at import.
 
-    An import inside `try` is a choice, not a need; `packaging` is a requirement of transformers.
+    An import inside `try` is a choice, not a need; `packaging` and `safetensors` are requirements of transformers.
     """
-    allowed = {"torch", "transformers", "packaging", *sys.stdlib_module_names}
+    allowed = {"torch", "transformers", "packaging", "safetensors", *sys.stdlib_module_names}
 
     def outside_try(node):
         for child in ast.iter_child_nodes(node):
