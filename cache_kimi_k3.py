@@ -34,6 +34,7 @@ RECORDED_COLUMNS = 64
 
 
 def _columns_to_remove(tokens_to_remove: int, length: int) -> int:
+    tokens_to_remove = int(tokens_to_remove)  # generate passes a tensor on some releases
     if tokens_to_remove > 0:
         raise ValueError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
     if -tokens_to_remove > length:
@@ -153,6 +154,7 @@ class KDACacheLayer(_StateLayer):
         self.conv_tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.recurrent_state: torch.Tensor | None = None
         self.record_past = False
+        self.recorded_columns = RECORDED_COLUMNS
         self._boundary: tuple | None = None  # (conv_tails, recurrent_state) before the recorded tokens
         self._recorded: list[ProjectedInputs] = []
 
@@ -183,8 +185,8 @@ class KDACacheLayer(_StateLayer):
             length,
         )
         self._recorded.append(part)
-        excess = self._recorded_columns() - RECORDED_COLUMNS
-        if excess > RECORDED_COLUMNS:  # a prompt, or a long run without a crop: move the boundary up
+        excess = self._recorded_columns() - self.recorded_columns
+        if excess > self.recorded_columns:  # a prompt, or a long run without a crop: move the boundary up
             self._boundary = self._advanced(excess, batch)
             while excess >= self._recorded[0].length:
                 excess -= self._recorded.pop(0).length
@@ -201,7 +203,7 @@ class KDACacheLayer(_StateLayer):
             raise ValueError(
                 f"cannot remove {remove} tokens: a KDA layer recorded the last {recorded}. Call "
                 "cache.activate_past_recording() before the forward whose tokens may be removed; at least the last "
-                f"{RECORDED_COLUMNS} can then be taken back"
+                f"{self.recorded_columns} can then be taken back"
             )
         if remove:
             self.conv_tails, self.recurrent_state = self._advanced(recorded - remove, self.batch_size)
@@ -265,9 +267,9 @@ class KDACacheLayer(_StateLayer):
         self._recorded = [part.to(device) for part in self._recorded]
 
     def reset(self) -> None:
-        recording = self.record_past
+        recording = self.record_past, self.recorded_columns
         self.__init__(self.conv_width)
-        self.record_past = recording
+        self.record_past, self.recorded_columns = recording
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._map(lambda x: x.index_select(0, indices.to(x.device)))
@@ -360,17 +362,31 @@ class LatentCacheLayer(_StateLayer):
             self.buffer, self._shared = self.buffer.repeat_interleave(repeats, dim=0), 0
 
 
+_NOT_COMPUTATION = (
+    "transformers_version", "_name_or_path", "auto_map", "architectures", "dtype", "use_cache", "return_dict",
+    "output_hidden_states", "output_attentions", "output_router_logits", "id2label", "label2id", "problem_type",
+    "chunk_size_feed_forward",
+)  # fmt: skip
+
+
 def model_fingerprint(model: torch.nn.Module) -> str:
-    """Hex digest of what makes states comparable: the config's computation and a sample of every parameter."""
+    """Hex digest of what makes states comparable: the config's computation and the backbone's parameters.
+
+    Of each parameter a sample and the sum of its bytes; weights that are offloaded count by name and shape only.
+    """
     settings = model.config.get_text_config(decoder=True).to_dict()
-    for key in ("transformers_version", "_name_or_path", "auto_map", "architectures", "dtype", "use_cache"):
+    for key in _NOT_COMPUTATION:
         settings.pop(key, None)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     text_model = getattr(model, "language_model", model)
-    for name, tensor in sorted(text_model.state_dict().items()):
-        flat = tensor.detach().flatten()
-        sample = flat[:: max(flat.numel() // 64, 1)].to("cpu", torch.float64)
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + sample.numpy().tobytes())
+    backbone = getattr(text_model, "model", text_model)
+    for name, tensor in sorted(backbone.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if not tensor.is_meta:
+            flat = tensor.detach().contiguous().flatten()
+            sample = flat[:: max(flat.numel() // 64, 1)].to("cpu", torch.float64)
+            total = flat.view(torch.uint8).sum(dtype=torch.int64).item()  # of integers: the same on every machine
+            digest.update(sample.numpy().tobytes() + str(total).encode())
     return digest.hexdigest()
 
 
@@ -397,10 +413,18 @@ class HybridCache(Cache):
             ]
         )
 
+        self.padded = False  # whether some column that was fed is padding: then later calls need the mask too
+
     @property
     def nbytes(self) -> int:
         """Bytes of the states and latents held, without the spare room of latent buffers and what `crop` needs."""
         return sum(tensor.numel() * tensor.element_size() for layer in self.layers for tensor in layer.tensors())
+
+    def keep_recorded(self, columns: int) -> None:
+        """Let at least so many columns be taken back while recording, more than the default 64."""
+        for layer in self.layers:
+            if hasattr(layer, "recorded_columns"):
+                layer.recorded_columns = max(columns, layer.recorded_columns)
 
     def snapshot(self) -> "HybridCache":
         """This boundary, to return to with `restore` or to go on from as a cache of its own.
@@ -413,7 +437,11 @@ class HybridCache(Cache):
 
     def restore(self, snapshot: "HybridCache") -> None:
         """Return to the boundary of a snapshot, which stays usable."""
-        self.layers = [layer.fork() for layer in snapshot.layers]
+        self.layers, self.padded = [layer.fork() for layer in snapshot.layers], snapshot.padded
+
+    def reset(self) -> None:
+        super().reset()
+        self.padded = False
 
     def to(self, device) -> "HybridCache":
         """Move every layer, in place. (A model on several devices fills each layer on that layer's device.)"""
@@ -440,6 +468,7 @@ class HybridCache(Cache):
             "format": "kimi-k3 HybridCache 1",
             "tokens": str(self.get_seq_length()),
             "fingerprint": model_fingerprint(model),
+            "padded": str(self.padded),
         }
         save_file(tensors, path, metadata=metadata)
 
@@ -461,6 +490,7 @@ class HybridCache(Cache):
             if metadata["fingerprint"] != model_fingerprint(model):
                 raise ValueError(f"{path} was saved with another model: its states mean nothing to this one")
             cache = cls(model.config)
+            cache.padded = metadata["padded"] == "True"
             for i, layer in enumerate(cache.layers):
                 tensors = [file.get_tensor(f"layers.{i}.{name}") for name in layer.tensor_names]
                 layer.load(tensors, int(metadata["tokens"]))

@@ -262,8 +262,11 @@ class KimiK3Model(KimiK3PreTrainedModel):
                 raise ValueError("gradient checkpointing recomputes the forward, so it cannot go with a cache")
             logger.warning_once("gradient checkpointing recomputes the forward, so no cache is built")
             use_cache = False
+        if cache is not None:
+            self._check_cache(cache, attention_mask, layout, inputs_embeds.shape[0])
         if use_cache and cache is None and not packed:
             cache = HybridCache(self.config)
+            cache.padded = layout is not None
 
         document = (lambda b, h, q, kv: layout.documents[b, q] == layout.documents[b, kv]) if packed else None
         attention_mask = create_causal_mask(
@@ -310,6 +313,21 @@ class KimiK3Model(KimiK3PreTrainedModel):
             last_hidden_state=hidden_states, **{CACHE_ARGUMENT: cache if use_cache else None}, **collected
         )
 
+    @staticmethod
+    def _check_cache(cache, attention_mask, layout, rows: int) -> None:
+        held = cache.batch_size
+        if held not in (-1, rows):
+            raise ValueError(
+                f"the cache holds {held} rows, the input has {rows}: cache.batch_repeat_interleave(n) or "
+                "cache.batch_select_indices(rows) fit it"
+            )
+        if cache.padded and attention_mask is None:
+            raise ValueError(
+                "the cache holds padding, so every call needs the attention_mask of all columns; without it the MLA "
+                "layers would read the padding as tokens"
+            )
+        cache.padded = cache.padded or layout is not None
+
     def _raise_where_not_finite(self, finite: list[bool]) -> None:
         """`finite` says it of the embedding, of the stream after every layer, and of the normed output."""
         if all(finite):
@@ -342,6 +360,10 @@ def _one_cache(cache, past_key_values) -> HybridCache | None:
     return cache
 
 
+# Draft tokens of one round that a cache can take back; a prompt's last so many columns are recorded for it.
+MOST_DRAFTED = 512
+
+
 class KimiK3GenerationMixin(GenerationMixin):
     """What generation needs to know of a model whose cache is a `HybridCache`."""
 
@@ -362,6 +384,28 @@ class KimiK3GenerationMixin(GenerationMixin):
             if generation_config.is_assistant:
                 model_kwargs[CACHE_ARGUMENT].activate_past_recording()
 
+        drafts = model_kwargs.get(CACHE_ARGUMENT)
+        if generation_config.is_assistant and drafts is not None:  # a round's draft may be taken back whole
+            drafts.keep_recorded(MOST_DRAFTED)
+
+    def _assisted_decoding(self, input_ids, *args, **kwargs):
+        cache = kwargs.get(CACHE_ARGUMENT)
+        if cache is not None:
+            if cache.get_seq_length() > 0:
+                raise ValueError("assisted decoding cannot continue a cache: transformers would feed its tokens again")
+            cache.keep_recorded(MOST_DRAFTED)
+        return super()._assisted_decoding(input_ids, *args, **kwargs)
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        cache = model_kwargs.get(CACHE_ARGUMENT)
+        held = 0 if cache is None else cache.get_seq_length()
+        if held and model_kwargs.get("inputs_embeds") is None and input_ids.shape[1] <= held:
+            raise ValueError(
+                f"the cache holds {held} tokens: generate needs all of them and at least one new one, got "
+                f"{input_ids.shape[1]}"
+            )
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
 
 class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
     """The text model with its language-model head; reads the text part of a multimodal checkpoint too."""
@@ -376,6 +420,15 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @property
+    def check_finite(self) -> bool:
+        """Whether a forward raises FloatingPointError and names the first layer after which it is not finite."""
+        return self.model.check_finite
+
+    @check_finite.setter
+    def check_finite(self, value: bool) -> None:
+        self.model.check_finite = value
 
     @can_return_tuple
     def forward(
@@ -440,6 +493,15 @@ class KimiK3ForConditionalGeneration(KimiK3PreTrainedModel, KimiK3GenerationMixi
             self.mm_projector = KimiK3Projector(config.vision_config)
         self.language_model = KimiK3ForCausalLM(config.text_config)
         self.post_init()
+
+    @property
+    def check_finite(self) -> bool:
+        """See `KimiK3Model.check_finite`."""
+        return self.language_model.check_finite
+
+    @check_finite.setter
+    def check_finite(self, value: bool) -> None:
+        self.language_model.check_finite = value
 
     def get_input_embeddings(self):
         return self.language_model.get_input_embeddings()

@@ -337,7 +337,7 @@ def test_the_first_layer_that_is_not_finite_is_named(model, place):
     """Fault 73: a debug mode says where NaN or infinity first appeared."""
     broken = copy.deepcopy(model)
     text = getattr(broken, "language_model", broken)
-    text.model.check_finite = True
+    broken.check_finite = True
     assert torch.isfinite(broken(tokens(1, 5)).logits).all()
     weight = {
         "layer 3 (MLA)": text.model.layers[3].self_attn.o_proj.weight,

@@ -179,3 +179,21 @@ def test_what_crop_refuses(model):
     model(tokens(1, 2), **{CACHE: cache})
     cache.crop(-2)
     assert cache.get_seq_length() == 8
+
+
+def test_drafts_longer_than_what_is_recorded_by_default(model):
+    ids = tokens(1, 20).repeat(1, 8)
+    assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=100), generate(model, ids))
+
+
+def test_generate_refuses_what_transformers_would_feed_twice(model):
+    """On the newest transformers both give wrong text without a word, with any cache class."""
+    ids = tokens(1, 10)
+    with torch.no_grad():
+        cache = HybridCache(model.config)
+        model(ids, **{CACHE: cache})
+    with pytest.raises(ValueError, match="at least one new one"):
+        generate(model, ids, **{CACHE: copy.deepcopy(cache)})
+    longer = torch.cat([ids, ids[:, :3]], dim=1)
+    with pytest.raises(ValueError, match="cannot continue a cache"):
+        generate(model, longer, prompt_lookup_num_tokens=3, **{CACHE: cache})

@@ -190,3 +190,19 @@ def test_random_histories_equal_each_document_alone(shape, data):
             cache.restore(kept[0])
             documents, mask = kept[1], kept[2]
     feed(1)
+
+
+@torch.no_grad()
+def test_a_cache_with_padding_wants_its_mask(model, tmp_path):
+    """The mask is not in the cache; MLA would read the padding as tokens."""
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    cache = HybridCache(model.config)
+    model(tokens(2, 9), attention_mask=mask, **{CACHE: cache})
+    cache.save(tmp_path / "cache.safetensors", model)
+    for held in (cache, cache.snapshot(), HybridCache.load(tmp_path / "cache.safetensors", model)):
+        with pytest.raises(ValueError, match="holds padding"):
+            model(tokens(2, 1), **{CACHE: held})
+        model(tokens(2, 1), attention_mask=torch.cat([mask, mask[:, -1:]], dim=1), **{CACHE: held})
+    with pytest.raises(ValueError, match="holds 2 rows, the input has 1"):
+        model(tokens(1, 1), attention_mask=torch.ones(1, 11).long(), **{CACHE: cache})
