@@ -48,6 +48,20 @@ logger = logging.get_logger(__name__)
 CACHE_ARGUMENT = (
     "cache" if "cache" in {f.name for f in dataclasses.fields(MoeModelOutputWithPast)} else "past_key_values"
 )
+if CACHE_ARGUMENT == "past_key_values":  # the newer releases' outputs answer to both names by themselves
+
+    class _BothCacheNames:
+        @property
+        def cache(self) -> HybridCache | None:
+            return self.past_key_values
+
+    class KimiK3ModelOutput(_BothCacheNames, MoeModelOutputWithPast):
+        """transformers' output, whose cache also answers to its newer name."""
+
+    class KimiK3CausalLMOutput(_BothCacheNames, MoeCausalLMOutputWithPast):
+        """transformers' output, whose cache also answers to its newer name."""
+else:
+    KimiK3ModelOutput, KimiK3CausalLMOutput = MoeModelOutputWithPast, MoeCausalLMOutputWithPast
 
 
 class KimiK3PreTrainedModel(PreTrainedModel):
@@ -309,7 +323,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             self._raise_where_not_finite(torch.stack([*finite, torch.isfinite(hidden_states).all()]).tolist())
         if "hidden_states" in collected:
             collected["hidden_states"] += (hidden_states,)
-        return MoeModelOutputWithPast(
+        return KimiK3ModelOutput(
             last_hidden_state=hidden_states, **{CACHE_ARGUMENT: cache if use_cache else None}, **collected
         )
 
@@ -468,7 +482,7 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MoeCausalLMOutputWithPast(
+        return KimiK3CausalLMOutput(
             loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,

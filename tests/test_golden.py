@@ -122,7 +122,7 @@ def test_both_cache_names(golden):
     for name in ("past_key_values", "cache"):
         cache = kimi_k3.HybridCache(model.config)
         output = model(ids[:, :30], **{name: cache})
-        assert output.past_key_values is cache
+        assert output.past_key_values is cache and output.cache is cache
         again = model(ids[:, 30:], **{name: copy.deepcopy(cache)}).logits
         torch.testing.assert_close(again, expected, atol=5e-4, rtol=0)
     with pytest.raises(ValueError, match="two names of one argument"):
