@@ -295,21 +295,20 @@ def _plain_name(name: str) -> str:
 
 
 def _expected(model, expert_storage):
-    expected = released_tensors(model) if expert_storage != "dequantize" else {}
-    if expert_storage == "dequantize":
-        floating = {name: t.to("meta") for name, t in model.state_dict().items()}
-        for name, tensor in floating.items():
-            if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-                expected[name] = (_SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape))
-                continue
-            prefix = name.rsplit(".", 1)[0]
-            experts, rows, columns = tensor.shape
-            gate_up = name.endswith("gate_up_proj")
-            for w in ("w1", "w3") if gate_up else ("w2",):
-                for e in range(experts):
-                    half = (rows // 2 if gate_up else rows,)
-                    expected[f"{prefix}.{e}.{w}.weight_packed"] = ("U8", (*half, columns // 2))
-                    expected[f"{prefix}.{e}.{w}.weight_scale"] = ("U8", (*half, columns // 32))
+    if expert_storage != "dequantize":
+        return released_tensors(model)
+    expected = {}
+    for name, tensor in model.state_dict().items():
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            expected[name] = (_SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape))
+            continue
+        prefix = name.rsplit(".", 1)[0]
+        experts, rows, columns = tensor.shape
+        matrices = ("w1", "w3") if name.endswith("gate_up_proj") else ("w2",)
+        for w in matrices:
+            for e in range(experts):
+                expected[f"{prefix}.{e}.{w}.weight_packed"] = ("U8", (rows // len(matrices), columns // 2))
+                expected[f"{prefix}.{e}.{w}.weight_scale"] = ("U8", (rows // len(matrices), columns // 32))
     return expected
 
 
@@ -337,6 +336,4 @@ def load_checked(model, state_dict, checkpoint_files, load_config, conversions, 
     for name, report in result[0].conversion_errors.items():
         # A traceback, the sentence, and one more line. transformers would log it and raise without naming the tensor.
         raise ValueError(f"{name} cannot be converted: {report.splitlines()[-2:][0]}")
-    # Saving reverses the model's own conversions, not those that happened to be used (and never the prefix).
-    model._weight_conversions = conversions
     return result

@@ -120,6 +120,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         result = load_checked(
             model, state_dict, checkpoint_files, load_config, conversions, model.expert_storage, *args, **kwargs
         )
+        # Saving reverses the model's own conversions, not those that happened to be used (and never the prefix).
         model._weight_conversions = model._conversions()
         return result
 
