@@ -1,0 +1,55 @@
+"""Where the Triton kernels run: one place that decides, and says why not."""
+
+import functools
+import importlib.util
+import logging
+import os
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+# Head sizes whose state, or whose chunk of keys, still fits the registers of one program.
+MAX_SIZE = 256
+# Set to False (or start with KIMI_K3_TRITON=0) to run the torch references everywhere.
+use_triton = os.environ.get("KIMI_K3_TRITON", "1") != "0"
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def triton_refusal(*tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> str | None:
+    """Why the Triton kernels cannot take these tensors with heads of these sizes; None when they can.
+
+    On a GPU every reason is logged once: there, running without the kernels is a surprise.
+    """
+    device = tensors[0].device
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    if not use_triton:
+        return "use_triton is False"
+    reason = _device_refusal(device)
+    if reason is None:
+        if not all(x.dtype in _TYPES for x in tensors):
+            found = ", ".join(sorted({str(x.dtype) for x in tensors}))
+            reason = f"the tensors are of type {found}; the kernels take float32, bfloat16 and float16"
+        elif not all(x.device == device for x in tensors):
+            reason = "the tensors are on several devices"
+        elif any(size > MAX_SIZE for size in sizes):
+            reason = f"a head size of {max(sizes)} is above {MAX_SIZE}"
+    if reason is not None:
+        _tell(reason)
+    return reason
+
+
+@functools.cache
+def _device_refusal(device: torch.device) -> str | None:
+    if not _HAS_TRITON:
+        return "the package triton is not installed (pip install triton)"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than compute capability 8.0, which has no bfloat16 products"
+    return None
+
+
+@functools.cache
+def _tell(reason: str) -> None:
+    logger.warning("kimi_k3 runs the torch path instead of its Triton kernels: %s", reason)

@@ -1,0 +1,51 @@
+"""What the Triton kernels share: fast exponentials, and where they can run."""
+
+import os
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the Triton kernels need the package triton (pip install 'kimi_k3[triton]')") from error
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# PTX in place of the portable form, which spends four more instructions on results below 2^-126.
+USE_PTX = not INTERPRETED and torch.version.hip is None
+
+
+@triton.jit
+def exp2(x, PTX: tl.constexpr):
+    """2^x in float32; with PTX, results below 2^-126 are zero."""
+    if PTX:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return tl.exp2(x)
+
+
+@triton.jit
+def reciprocal(x, PTX: tl.constexpr):
+    """1 / x in float32, to one unit in the last place."""
+    if PTX:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return 1.0 / x
+
+
+@triton.jit
+def sigmoid(x, PTX: tl.constexpr):
+    return reciprocal(1.0 + exp2(x * -LOG2E, PTX), PTX)
+
+
+def block(size: int) -> int:
+    """Smallest power of two that holds `size` and that a tensor core product accepts."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def operand_types(dtype: torch.dtype):
+    """Triton types of a kernel's matrix operands and of its triangular inverse for inputs of `dtype`.
+
+    float32 computes in float32. Both half precisions multiply bfloat16, because the decay factors span its range; the
+    entries of the inverse are at most about 1, so float16 holds them with three more bits.
+    """
+    return (tl.float32, tl.float32) if dtype == torch.float32 else (tl.bfloat16, tl.float16)
