@@ -223,7 +223,7 @@ class KDACacheLayer(_StateLayer):
             if tails is None:
                 tails = tuple(x.new_zeros(batch, self.conv_width - 1, x.shape[-1]) for x in part.projected)
             tails = tuple(
-                short_conv.advance_tail(x[kept][None], tail, cu_seqlens)
+                short_conv.advance_tail(x[kept][None], tail, self.conv_width, cu_seqlens)
                 for x, tail in zip(part.projected, tails, strict=True)
             )
             columns -= part.length

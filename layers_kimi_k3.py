@@ -6,11 +6,18 @@ them (`docs/design.md` draws it).
 Files the remote-code loader must carry, in the slash form that its regular expression reads:
 
 from .kernels/attn_res import
+from .kernels/dispatch import
 from .kernels/experts import
 from .kernels/kda import
+from .kernels/kda_backward_triton import
+from .kernels/kda_chunk_triton import
+from .kernels/kda_step import
+from .kernels/kda_step_triton import
 from .kernels/mxfp4 import
 from .kernels/short_conv import
+from .kernels/short_conv_triton import
 from .kernels/situ import
+from .kernels/triton_tools import
 """
 
 import contextlib

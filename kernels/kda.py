@@ -27,6 +27,9 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from . import dispatch
+
+L2_EPS = 1e-6
 CHUNK = 64
 # Tokens whose chunk matrices exist at once when no gradient is recorded: bounds the extra memory of a long prefill.
 GROUP_TOKENS = 1024
@@ -37,7 +40,7 @@ def working_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+def l2norm(x: torch.Tensor, eps: float = L2_EPS) -> torch.Tensor:
     """x / sqrt(sum(x^2) + eps) over the last dimension, in float32 (float64 for float64). eps belongs to the sum."""
     x = x.to(working_dtype(x))
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
@@ -67,6 +70,108 @@ def kda_gate(
         # threshold: softplus(z) differs from z by less than a float64 can hold
         return -rate * F.softplus(z, threshold=40.0)
     return lower_bound * torch.sigmoid(rate * z)
+
+
+def fused_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    lower_bound: float | None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KDA from the outputs of the convolutions and the logits: L2 norms, gate, sigmoid of beta and the recurrence.
+
+    On a GPU with Triton this is one fused operation (`kda_chunk_triton`), differentiable in every tensor; elsewhere it
+    is composed of the functions of this file.
+
+    Args:
+        q, k: [B, T, H, K], after the convolution, not normalised.
+        v: [B, T, H, V].
+        g: [B, T, H, K] decay logits, for `kda_gate`.
+        beta: [B, T, H] logits.
+        A_log, dt_bias, lower_bound: of the gate, as `kda_gate` takes them.
+        initial_state, cu_seqlens: as `chunk_kda` takes them; the state may be bfloat16.
+
+    Returns:
+        o [B, T, H, V] in the dtype of v, and the final states [N, H, K, V], float32 or in the dtype of `initial_state`.
+    """
+    _check_shapes(q, k, v, g, beta, cu_seqlens)
+    states = () if initial_state is None else (initial_state,)
+    if dispatch.triton_refusal(q, k, v, g, beta, A_log, dt_bias, *states, sizes=(q.shape[-1], v.shape[-1])) is None:
+        sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        _check_state(initial_state, (sequences, q.shape[2], q.shape[3], v.shape[3]))
+        q, k, v, g, beta = (_token_rows(x) for x in (q, k, v, g, beta))
+        arguments = (q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
+            return _FusedKDA.apply(*arguments)
+        return _forward_kernels(*arguments)
+    state_dtype = working_dtype(q) if initial_state is None else initial_state.dtype
+    inputs = (
+        l2norm(q),
+        l2norm(k),
+        v,
+        kda_gate(g, A_log, dt_bias, lower_bound),
+        torch.sigmoid(beta.to(torch.promote_types(beta.dtype, torch.float32))),
+    )
+    if q.shape[1] == 1 and cu_seqlens is None:
+        out, state = recurrent_kda(*inputs, initial_state=initial_state)
+    else:
+        out, state = chunk_kda(*inputs, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return out.to(v.dtype), state.to(state_dtype)
+
+
+def _forward_kernels(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens):
+    from . import kda_chunk_triton
+
+    if initial_state is not None:
+        initial_state = initial_state.contiguous()
+    return kda_chunk_triton.forward(
+        q, k, v, g, beta, A_log, dt_bias, lower_bound, q.shape[-1] ** -0.5, L2_EPS, initial_state, cu_seqlens
+    )[:2]
+
+
+class _FusedKDA(torch.autograd.Function):
+    """The Triton kernels; the backward pass recomputes from the inputs."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens):
+        ctx.lower_bound = lower_bound
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+        return _forward_kernels(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out, d_final):
+        from . import kda_backward_triton
+
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens = ctx.saved_tensors
+        d_out = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if d_out is None else d_out.contiguous()
+        d_final = None if d_final is None else d_final.contiguous()
+        initial_state = None if initial_state is None else initial_state.contiguous()
+        *grads, d_initial = kda_backward_triton.backward(
+            q, k, v, g, beta, A_log, dt_bias, ctx.lower_bound, q.shape[-1] ** -0.5, L2_EPS, initial_state, cu_seqlens,
+            d_out, d_final,
+        )  # fmt: skip
+        return *grads, None, d_initial, None
+
+
+def _token_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [B, T, H, ...] with heads and channels side by side and all tokens one stride apart, copied if need be."""
+    if x.is_contiguous():
+        return x
+    strides, inner = x.stride(), 1
+    for dim in range(x.dim() - 1, 1, -1):
+        if strides[dim] != inner and x.shape[dim] > 1:
+            return x.contiguous()
+        inner *= x.shape[dim]
+    apart = x.shape[0] == 1 or strides[0] == x.shape[1] * strides[1]
+    return x if apart else x.contiguous()
 
 
 def recurrent_kda(
@@ -181,9 +286,13 @@ def _entry_state(initial_state, sequences, heads, key_size, value_size, like):
     shape = (sequences, heads, key_size, value_size)
     if initial_state is None:
         return like.new_zeros(shape)
-    if initial_state.shape != torch.Size(shape):
-        raise ValueError(f"initial_state has shape {tuple(initial_state.shape)}, expected {shape}")
+    _check_state(initial_state, shape)
     return initial_state.to(like.dtype)
+
+
+def _check_state(initial_state, shape):
+    if initial_state is not None and initial_state.shape != torch.Size(shape):
+        raise ValueError(f"initial_state has shape {tuple(initial_state.shape)}, expected {shape}")
 
 
 def _chunk_table(lengths: list[int], device) -> tuple[torch.Tensor, list[int], torch.Tensor]:

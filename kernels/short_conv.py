@@ -8,6 +8,8 @@ History before the start of a sequence is zero. Accumulation is float32, the res
 import torch
 import torch.nn.functional as F
 
+from . import dispatch
+
 
 def short_conv(
     x: torch.Tensor,
@@ -26,40 +28,80 @@ def short_conv(
     Returns:
         y [B, T, P] in the dtype of x, and the last W - 1 inputs of every sequence [N, W - 1, P] in the dtype of x.
     """
-    windows, new_tail = _windows(x, weight.shape[-1], tail, cu_seqlens)
+    width = weight.shape[-1]
+    if tail is not None:
+        tail = tail.to(x.dtype)
+    new_tail = advance_tail(x, tail, width, cu_seqlens)
+    # The kernel has no gradient for the tail, which only a cache that is trained through would need.
+    if dispatch.triton_refusal(x, weight) is None and not (tail is not None and tail.requires_grad):
+        return _ShortConv.apply(x, weight, tail, cu_seqlens), new_tail
     accumulate = torch.promote_types(x.dtype, torch.float32)
     taps = weight[:, 0].to(accumulate).t()  # [W, P]
     total = None
-    for window, tap in zip(windows, taps, strict=True):
+    for window, tap in zip(_windows(x, width, tail, cu_seqlens), taps, strict=True):
         total = window.to(accumulate) * tap if total is None else torch.addcmul(total, window.to(accumulate), tap)
     return F.silu(total).to(x.dtype), new_tail
 
 
-def advance_tail(x: torch.Tensor, tail: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """The last W - 1 inputs after x, as `short_conv` returns them, without convolving; tail [N, W - 1, P]."""
-    return _windows(x, tail.shape[1] + 1, tail, cu_seqlens)[1]
+class _ShortConv(torch.autograd.Function):
+    """The Triton kernels; the backward pass recomputes from the inputs."""
+
+    @staticmethod
+    def forward(ctx, x, weight, tail, cu_seqlens):
+        from . import short_conv_triton
+
+        apart = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+        x = x if apart and x.stride(2) == 1 else x.contiguous()
+        tail = None if tail is None else tail.contiguous()
+        ctx.save_for_backward(x, weight, tail, cu_seqlens)
+        return short_conv_triton.forward(x, weight.contiguous(), tail, cu_seqlens)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        from . import short_conv_triton
+
+        x, weight, tail, cu_seqlens = ctx.saved_tensors
+        dx, dweight = short_conv_triton.backward(x, weight.contiguous(), tail, cu_seqlens, dy.contiguous())
+        return dx, dweight, None, None
+
+
+def advance_tail(
+    x: torch.Tensor, tail: torch.Tensor | None, width: int, cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The last W - 1 inputs after x [B, T, P], as `short_conv` returns them; tail [N, W - 1, P] or None."""
+    length, history = x.shape[1], width - 1
+    if cu_seqlens is None:
+        if length < history:
+            before = x.new_zeros(x.shape[0], history, x.shape[2]) if tail is None else tail
+            return torch.cat([before[:, length:], x], dim=1)
+        # cloned: a view would keep the inputs of a whole prompt alive in the cache
+        return x[:, length - history :].clone()
+    starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    rows = ends - history + torch.arange(history, device=x.device)  # [N, W - 1]
+    new = x[0][rows.clamp(0, max(length - 1, 0))] if length else x.new_zeros(*rows.shape, x.shape[2])
+    if tail is None:
+        return new.masked_fill((rows < starts)[..., None], 0)
+    old = tail.gather(1, (rows - starts + history).clamp(0, history - 1)[..., None].expand_as(new))
+    return torch.where((rows >= starts)[..., None], new, old)
 
 
 def _windows(x, width, tail, cu_seqlens):
-    """An iterator over the W shifted views of x that the taps meet, and the new tail."""
+    """An iterator over the W shifted views of x that the taps meet."""
     batch, length, channels = x.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if tail is None:
         tail = x.new_zeros(sequences, width - 1, channels)
-    tail = tail.to(x.dtype)
     if cu_seqlens is None:
         extended = torch.cat([tail, x], dim=1)
-        # cloned: a view would keep the inputs of a whole prompt alive in the cache
-        return (extended[:, j : j + length] for j in range(width)), extended[:, length:].clone()
+        return (extended[:, j : j + length] for j in range(width))
     # Every sequence gets its W - 1 rows of history in front: row t of sequence s moves to t + (s + 1)(W - 1).
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     sequence = torch.repeat_interleave(torch.arange(sequences, device=x.device), lengths, output_size=length)
     token_rows = torch.arange(length, device=x.device) + (sequence + 1) * (width - 1)
-    ends = cu_seqlens[1:] + torch.arange(1, sequences + 1, device=x.device) * (width - 1)
     history = torch.arange(width - 1, device=x.device)
     starts = cu_seqlens[:-1] + torch.arange(sequences, device=x.device) * (width - 1)
     rows = torch.cat([token_rows, (starts[:, None] + history).flatten()])
     extended = x.new_zeros(length + sequences * (width - 1), channels)
     extended = extended.index_copy(0, rows, torch.cat([x[0], tail.flatten(0, 1)]))
-    windows = (extended[token_rows - (width - 1) + j][None] for j in range(width))
-    return windows, extended[ends[:, None] - (width - 1) + history]
+    return (extended[token_rows - (width - 1) + j][None] for j in range(width))

@@ -1,0 +1,462 @@
+"""Kimi Delta Attention over many tokens: Triton forward (docs/kernels.md draws the data flow).
+
+Two kernels. `prepare_kernel` handles chunks of 32 tokens independently: gate, norms, the decayed keys and queries, the
+two triangular matrices, the inverse, and the WY vectors. `scan_kernel` carries the state through the chunks in
+registers. The state is held transposed, S^T [V, K]: in every product of the scan it, or what was just computed from it,
+is then the left operand, which the tensor cores read from registers, so that nothing goes through shared memory between
+one chunk and the next.
+
+Inside a chunk the pairwise decays 2^(G_i - G_j) are factored as `up_i * down_j`:
+
+* Gate with a lower bound down to -5 (Kimi K3): one factoring for the chunk, offset half the largest possible span past
+  its start. It spans 32 * 5 / ln 2 = 231 of the 253 binary orders of float32 and bfloat16.
+* Any other gate: three factorings. Pairs in different tiles of 16 (then of 8) use the end of the earlier tile as the
+  offset: both factors are at most 1. Pairs inside a tile of 8 use the first form, with the log2-decay of one token cut
+  at -28.8: a factor below 2e-9 counts as 2e-9, less than the rounding of the product that it enters in float32.
+
+No offset depends on a row after the ones it serves, so a later token cannot change a bit of an earlier result.
+"""
+
+import functools
+
+import torch
+
+from . import triton_tools as tools
+
+triton, tl = tools.triton, tools.tl
+exp2, reciprocal, sigmoid = tools.exp2, tools.reciprocal, tools.sigmoid
+LOG2E = tools.LOG2E
+
+CHUNK = 32
+# What `prepare_kernel` leaves for a chunk of one head lies side by side in one workspace, in this order:
+# w, q_start and k_end [C, K], u [V, C], attn [C, C]. Each kernel computes the offsets with `tile_size` and these names.
+# log2 of the offset of the first factoring, and the largest decay of one token inside a tile of 8
+OFFSET = tl.constexpr(115.0)
+STEEPEST = tl.constexpr(-28.75)
+LOWEST_BOUND = -5.0
+
+
+@triton.jit
+def tile_size(C: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    return 3 * C * K + C * V + C * C
+
+
+@triton.jit
+def locate(i, T, cu_seqlens, block_offsets, block_seq, C: tl.constexpr, VARLEN: tl.constexpr):
+    """Chunk i -> its sequence (-1: there is no such chunk), first token, and the end of the sequence."""
+    if VARLEN:
+        n = tl.load(block_seq + i)
+        start = tl.load(cu_seqlens + tl.maximum(n, 0)).to(tl.int64)
+        end = tl.load(cu_seqlens + tl.maximum(n, 0) + 1).to(tl.int64)
+        first = start + (i - tl.load(block_offsets + tl.maximum(n, 0))).to(tl.int64) * C
+    else:
+        blocks = tl.cdiv(T, C)
+        n = i // blocks
+        end = (n + 1).to(tl.int64) * T
+        first = n.to(tl.int64) * T + (i % blocks).to(tl.int64) * C
+    return n, first, end
+
+
+@triton.jit
+def sequence(n, T, cu_seqlens, block_offsets, C: tl.constexpr, VARLEN: tl.constexpr):
+    """Sequence n -> its first token, its length, its first chunk."""
+    if VARLEN:
+        first = tl.load(cu_seqlens + n).to(tl.int64)
+        length = (tl.load(cu_seqlens + n + 1).to(tl.int64) - first).to(tl.int32)
+        return first, length, tl.load(block_offsets + n).to(tl.int64)
+    return n.to(tl.int64) * T, T, n.to(tl.int64) * tl.cdiv(T, C)
+
+
+@triton.jit
+def log2_decay(x, rate, bias, lower_bound, BOUNDED: tl.constexpr, PTX: tl.constexpr):
+    """The gate: log2-decay of the logits x [C, K]; rate = exp(A_log), bias [K]."""
+    if BOUNDED:
+        slope = -rate * LOG2E
+        return (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * slope + (bias * slope)[None, :], PTX), PTX)
+    z = x + bias[None, :]
+    softplus = tl.maximum(z, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(z)))
+    return -(rate * LOG2E) * softplus
+
+
+@triton.jit
+def sum_rows(x, pairs, DT: tl.constexpr):
+    """y_i = sum of x_j over the pairs (i, j) [C, C]; x [C, K] float32, in half precision as two parts of 8 bits."""
+    if DT == tl.float32:
+        return tl.dot(tl.where(pairs, 1.0, 0.0), x, input_precision="ieee")
+    ones = tl.where(pairs, 1.0, 0.0).to(DT)
+    high = x.to(DT)
+    return tl.dot(ones, (x - high.to(tl.float32)).to(DT), tl.dot(ones, high))
+
+
+@triton.jit
+def shifted_exp2(x, DT: tl.constexpr, PTX: tl.constexpr):
+    """2^(x + OFFSET); in float32 the sum is split, so that a small x keeps its digits."""
+    if DT == tl.float32:
+        whole = tl.floor(x)
+        return tl.exp2(x - whole) * tl.exp2(whole + OFFSET)
+    return exp2(x + OFFSET, PTX)
+
+
+@triton.jit
+def level_pairs(i, j, LEVEL: tl.constexpr, NARROW: tl.constexpr):
+    """Which pairs [C, C] a factoring serves: all, or those inside 8 rows, across 8 in 16, and across 16 in 32."""
+    if NARROW:
+        return i >= j
+    if LEVEL == 0:
+        return (i // 8 == j // 8) & (i >= j)
+    return (i // (8 * LEVEL) > j // (8 * LEVEL)) & (i // (16 * LEVEL) == j // (16 * LEVEL))
+
+
+@triton.jit
+def level_factors(g, i, j, LEVEL: tl.constexpr, NARROW: tl.constexpr, DT: tl.constexpr, PTX: tl.constexpr):
+    """(up, down) [C, K] of a factoring; g [C, K] log2-decays."""
+    if NARROW:
+        up = shifted_exp2(sum_rows(g, i >= j, DT), DT, PTX)
+        return up, reciprocal(up, PTX)
+    if LEVEL == 0:
+        up = shifted_exp2(sum_rows(tl.maximum(g, STEEPEST), (i // 8 == j // 8) & (i >= j), DT), DT, PTX)
+        return up, reciprocal(up, PTX)
+    same = i // (8 * LEVEL) == j // (8 * LEVEL)
+    return exp2(sum_rows(g, same & (i >= j), DT), PTX), exp2(sum_rows(g, same & (i < j), DT), PTX)
+
+
+@triton.jit
+def unit_lower_inverse(lower, i, j, C: tl.constexpr, IT: tl.constexpr):
+    """(Id + lower)^-1 for a strictly lower triangular [C, C].
+
+    Substitution by blocks, which does not cancel where powers of `lower` would: with D the inverse of the diagonal
+    blocks of s rows and Q the quadrants below them, the inverse of the blocks of 2s rows is D - D Q D.
+    """
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(((i ^ j) == 1) & (i > j), lower, 0.0)
+    for step in tl.static_range(1, 5):
+        if 2**step < C:
+            quadrant = tl.where(((i ^ j) & -(2**step)) == 2**step, lower, 0.0)
+            rounded = inverse.to(IT)
+            product = tl.dot(rounded, quadrant.to(IT), input_precision="ieee")
+            inverse -= tl.dot(product.to(IT), rounded, input_precision="ieee")
+    return inverse
+
+
+@triton.jit
+def load_unit_rows(x, offsets, mask, eps):
+    """Rows of x at `offsets` [C, K], L2-normalised, float32."""
+    rows = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    return rows * tl.rsqrt(tl.sum(rows * rows, axis=1) + eps)[:, None]
+
+
+@triton.jit
+def prepare_kernel(
+    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, block_offsets, block_seq,
+    work, decay_out, inverse_out, lower_out,
+    T, stride_q, stride_k, stride_v, stride_g, stride_beta, scale, lower_bound, eps,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, DT: tl.constexpr, IT: tl.constexpr,
+    BOUNDED: tl.constexpr, NARROW: tl.constexpr, VARLEN: tl.constexpr, FOR_BACKWARD: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    i_h, i_c = tl.program_id(0), tl.program_id(1)
+    n, first, end = locate(i_c, T, cu_seqlens, block_offsets, block_seq, C, VARLEN)
+    if n < 0:
+        return
+    left = tl.minimum(end - first, C).to(tl.int32)
+    r, c_k, c_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    i, j = r[:, None], r[None, :]
+    real, in_k, in_v = r < left, c_k < K, c_v < V
+    mask_k = real[:, None] & in_k[None, :]
+    q += first * stride_q + i_h * K
+    k += first * stride_k + i_h * K
+    v += first * stride_v + i_h * V
+    g += first * stride_g + i_h * K
+    chunk = i_c.to(tl.int64) * H + i_h
+    work += chunk * tile_size(C, K, V)
+    tile = i * K + c_k[None, :]
+    in_tile = (i >= 0) & in_k[None, :]
+
+    b_g = tl.load(g + i * stride_g + c_k[None, :], mask=mask_k, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias + i_h * K + c_k, mask=in_k, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+    b_g = tl.where(mask_k, log2_decay(b_g, rate, bias, lower_bound, BOUNDED, PTX), 0.0)
+    total = tl.sum(b_g, axis=0)
+    tl.store(decay_out + chunk * K + c_k, exp2(total, PTX), mask=in_k)
+    b_beta = tl.load(beta + first * stride_beta + i_h + r * stride_beta, mask=real, other=0.0).to(tl.float32)
+    b_beta = tl.where(real, sigmoid(b_beta, PTX), 0.0)
+    b_k = load_unit_rows(k, i * stride_k + c_k[None, :], mask_k, eps)
+    if NARROW:
+        up, down = level_factors(b_g, i, j, 0, True, DT, PTX)
+        k_up = (b_k * up).to(DT)
+        k_down = b_k * down
+        tl.store(work + 2 * C * K + tile, (k_down * shifted_exp2(total, DT, PTX)[None, :]).to(DT), mask=in_tile)
+        columns = tl.trans(k_down.to(DT))
+        lower = tl.where(i > j, tl.dot(k_up, columns, input_precision="ieee"), 0.0)
+        b_q = load_unit_rows(q, i * stride_q + c_k[None, :], mask_k, eps)
+        q_up = (b_q * scale * up).to(DT)
+        attn = tl.where(i >= j, tl.dot(q_up, columns, input_precision="ieee"), 0.0)
+        back = tl.exp2(-OFFSET)
+        k_start = k_up
+        tl.store(work + C * K + tile, q_up * back.to(DT), mask=in_tile)
+    else:
+        b_q = scale * load_unit_rows(q, i * stride_q + c_k[None, :], mask_k, eps)
+        lower = tl.zeros((C, C), tl.float32)
+        attn = tl.zeros((C, C), tl.float32)
+        for level in tl.static_range(3):
+            up, down = level_factors(b_g, i, j, level, False, DT, PTX)
+            pairs = level_pairs(i, j, level, False)
+            columns = tl.trans((b_k * down).to(DT))
+            lower += tl.where(pairs & (i > j), tl.dot((b_k * up).to(DT), columns, input_precision="ieee"), 0.0)
+            attn += tl.where(pairs, tl.dot((b_q * up).to(DT), columns, input_precision="ieee"), 0.0)
+        start = exp2(sum_rows(b_g, i >= j, DT), PTX)
+        k_start = (b_k * start).to(DT)
+        back = 1.0
+        tl.store(work + C * K + tile, (b_q * start).to(DT), mask=in_tile)
+        tl.store(work + 2 * C * K + tile, (b_k * exp2(sum_rows(b_g, i < j, DT), PTX)).to(DT), mask=in_tile)
+    tl.store(work + 3 * C * K + C * V + i * C + j, attn.to(DT))
+
+    lower *= b_beta[:, None]
+    inverse = unit_lower_inverse(lower, i, j, C, IT)
+    if FOR_BACKWARD:
+        square = chunk * (C * C) + i * C + j
+        tl.store(inverse_out + square, inverse.to(DT))
+        tl.store(lower_out + square, lower.to(DT))
+    inverse = (inverse * b_beta[None, :]).to(DT)
+    # negated: the scan adds its product with the state
+    w = tl.dot(inverse, k_start, input_precision="ieee")
+    tl.store(work + tile, (w * -back).to(DT), mask=in_tile)
+    b_v = tl.load(v + i * stride_v + c_v[None, :], mask=real[:, None] & in_v[None, :], other=0.0).to(DT)
+    u = tl.dot(inverse, b_v, input_precision="ieee")
+    tl.store(work + 3 * C * K + c_v[None, :] * C + i, u.to(DT), mask=(i >= 0) & in_v[None, :])
+
+
+@triton.jit
+def transition_kernel(
+    work, decay, transition, offset, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    DT: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """What a segment of STEPS chunks makes of the state it starts from: S -> transition S + offset.
+
+    The columns of the offset [K, V] follow from the zero state, those of the transition [K, K] from the identity
+    without values; a program has some columns of either.
+    """
+    i_v, i_h, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, segment = i_s // SEGMENTS, i_s % SEGMENTS
+    blocks = tl.cdiv(T, C)
+    steps = tl.minimum(STEPS, blocks - segment * STEPS)
+    chunk = (n.to(tl.int64) * blocks + segment * STEPS) * H + i_h
+    of_values = i_v < tl.cdiv(V, BV)
+    first_column = tl.where(of_values, i_v, i_v - tl.cdiv(V, BV)) * BV
+    c_k, c_v, r = tl.arange(0, BK), first_column + tl.arange(0, BV), tl.arange(0, C)
+    in_k, in_c = c_k < K, r >= 0
+    in_u = c_v < tl.where(of_values, V, 0)
+    # -1 is no column
+    state = tl.where(tl.where(of_values, -1, c_v)[:, None] == c_k[None, :], 1.0, 0.0)
+    tile = r[:, None] * K + c_k[None, :]
+    in_tile = in_c[:, None] & in_k[None, :]
+    for _ in tl.range(0, steps, num_stages=STAGES):
+        of_chunk = work + chunk * tile_size(C, K, V)
+        b_w = tl.load(of_chunk + tile, mask=in_tile, other=0.0)
+        b_k = tl.load(of_chunk + 2 * C * K + tile, mask=in_tile, other=0.0)
+        b_u = tl.load(of_chunk + 3 * C * K + c_v[:, None] * C + r[None, :],
+                      mask=in_u[:, None] & in_c[None, :], other=0.0)  # fmt: skip
+        b_d = tl.load(decay + chunk * K + c_k, mask=in_k, other=0.0)
+        b_u = tl.dot(state.to(DT), tl.trans(b_w), b_u.to(tl.float32), input_precision="ieee").to(DT)
+        state = tl.dot(b_u, b_k, state * b_d[None, :], input_precision="ieee")
+        chunk += H
+    of_segment = (i_s.to(tl.int64) * H + i_h) * K
+    if of_values:
+        mask = in_u[:, None] & in_k[None, :]
+        tl.store(offset + of_segment * V + c_k[None, :] * V + c_v[:, None], state, mask=mask)
+    else:
+        mask = (c_v < K)[:, None] & in_k[None, :]
+        tl.store(transition + of_segment * K + c_k[None, :] * K + c_v[:, None], state, mask=mask)
+
+
+@triton.jit
+def scan_kernel(
+    work, decay, h0, o, ht, checkpoints, states, updated, cu_seqlens, block_offsets,
+    checkpoint_offsets, T, segment_steps,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, DT: tl.constexpr, VARLEN: tl.constexpr, HAS_H0: tl.constexpr, EVERY: tl.constexpr,
+    SEGMENTS: tl.constexpr, FOR_BACKWARD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Outputs and final states; for the backward pass instead the state before every chunk, and U."""
+    i_v, i_h, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, length, block = sequence(i_n // SEGMENTS, T, cu_seqlens, block_offsets, C, VARLEN)
+    if SEGMENTS > 1:
+        skipped = (i_n % SEGMENTS) * segment_steps
+        first, block = first + skipped * C, block + skipped
+        length = tl.minimum(length - skipped * C, segment_steps * C)
+    c_k, c_v, r = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
+    in_k, in_v, in_c = c_k < K, c_v < V, r >= 0
+    state_tile = c_k[None, :] * V + c_v[:, None]
+    in_state = in_v[:, None] & in_k[None, :]
+    of_head = (i_n.to(tl.int64) * H + i_h) * (K * V)
+    state = tl.zeros((BV, BK), tl.float32)
+    if HAS_H0:
+        state += tl.load(h0 + of_head + state_tile, mask=in_state, other=0.0).to(tl.float32)
+    chunk = block * H + i_h
+    tile = r[:, None] * K + c_k[None, :]
+    in_tile = in_c[:, None] & in_k[None, :]
+    column = c_v[:, None] * C + r[None, :]
+    in_column = in_v[:, None] & in_c[None, :]
+    for step in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
+        of_chunk = work + chunk * tile_size(C, K, V)
+        b_w = tl.load(of_chunk + tile, mask=in_tile, other=0.0)
+        b_k = tl.load(of_chunk + 2 * C * K + tile, mask=in_tile, other=0.0)
+        b_u = tl.load(of_chunk + 3 * C * K + column, mask=in_column, other=0.0)
+        b_d = tl.load(decay + chunk * K + c_k, mask=in_k, other=0.0)
+        rounded = state.to(DT)
+        b_u = tl.dot(rounded, tl.trans(b_w), b_u.to(tl.float32), input_precision="ieee").to(DT)
+        if FOR_BACKWARD:
+            tl.store(states + chunk * (K * V) + c_v[:, None] * K + c_k[None, :], rounded, mask=in_state)
+            tl.store(updated + chunk * (C * V) + column, b_u, mask=in_column)
+            state = tl.dot(b_u, b_k, state * b_d[None, :], input_precision="ieee")
+        else:
+            b_q = tl.load(of_chunk + C * K + tile, mask=in_tile, other=0.0)
+            b_a = tl.load(of_chunk + 3 * C * K + C * V + r[:, None] * C + r[None, :])
+            b_o = tl.dot(rounded, tl.trans(b_q), input_precision="ieee")
+            state = tl.dot(b_u, b_k, state * b_d[None, :], input_precision="ieee")
+            b_o = tl.dot(b_u, tl.trans(b_a), b_o, input_precision="ieee")
+            token = step * C + r
+            address = (first + token)[None, :] * (H * V) + (i_h * V + c_v)[:, None]
+            tl.store(o + address, b_o.to(o.dtype.element_ty), mask=in_v[:, None] & (token < length)[None, :])
+            if EVERY > 0:
+                passed = (step + 1) * C
+                if (passed % EVERY == 0) & (passed <= length):
+                    index = tl.load(checkpoint_offsets + i_n).to(tl.int64) + passed // EVERY - 1
+                    tl.store(checkpoints + (index * H + i_h) * (K * V) + state_tile, state, mask=in_state)
+        chunk += H
+    if not FOR_BACKWARD:
+        tl.store(ht + of_head + state_tile, state.to(ht.dtype.element_ty), mask=in_state)
+
+
+def is_narrow(lower_bound: float | None) -> bool:
+    """Whether one factoring of the decays holds a chunk (module docstring)."""
+    return lower_bound is not None and lower_bound >= LOWEST_BOUND
+
+
+class Blocks:
+    """Where the chunks of every sequence lie: `count` rows of the workspace, of which no host value depends on lengths.
+
+    Attributes:
+        sequences, count: number of sequences, and an upper bound of the number of chunks.
+        offsets: [N + 1] first chunk of every sequence, None without cu_seqlens.
+        sequence: [count] sequence of every chunk, -1 past the last one; None without cu_seqlens.
+    """
+
+    def __init__(self, batch: int, length: int, cu_seqlens: torch.Tensor | None):
+        if cu_seqlens is None:
+            self.sequences, self.count = batch, batch * -(-length // CHUNK)
+            self.offsets = self.sequence = None
+            return
+        self.sequences = len(cu_seqlens) - 1
+        self.count = length // CHUNK + self.sequences
+        self.offsets = torch.nn.functional.pad(((cu_seqlens.diff() + CHUNK - 1) // CHUNK).cumsum(0), (1, 0))
+        rows = torch.arange(self.count, device=cu_seqlens.device)
+        found = torch.searchsorted(self.offsets, rows, right=True) - 1
+        self.sequence = torch.where(rows < self.offsets[-1], found, -1)
+
+
+def prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlens, blocks, for_backward):
+    """-> workspace [chunks, H, tile], decays [chunks, H, K]; for the backward pass also inverses and L [.., C, C]."""
+    (_, length, heads, key_size), value_size = q.shape, v.shape[-1]
+    operand, inverse_type = tools.operand_types(q.dtype)
+    stored = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
+    size = CHUNK * (3 * key_size + value_size + CHUNK)
+    work = torch.empty(blocks.count, heads, size, device=q.device, dtype=stored)
+    decay = torch.empty(blocks.count, heads, key_size, device=q.device, dtype=torch.float32)
+    inverse = lower = None
+    if for_backward:
+        inverse, lower = torch.empty(2, blocks.count, heads, CHUNK, CHUNK, device=q.device, dtype=stored)
+    prepare_kernel[(heads, blocks.count)](
+        q, k, v, g, beta, A_log, dt_bias, cu_seqlens, blocks.offsets, blocks.sequence, work, decay, inverse, lower,
+        length, q.stride(1), k.stride(1), v.stride(1), g.stride(1), beta.stride(1), scale, lower_bound or 0.0, eps,
+        heads, key_size, value_size, tools.block(key_size), tools.block(value_size), CHUNK, operand, inverse_type,
+        lower_bound is not None, is_narrow(lower_bound), cu_seqlens is not None, for_backward, tools.USE_PTX,
+        num_warps=4 if key_size <= 128 else 8, num_stages=1,
+    )  # fmt: skip
+    return work, decay, inverse, lower
+
+
+def value_block(value_size: int, dtype: torch.dtype) -> int:
+    """Columns of the state that one program of a scan holds: two programs share a multiprocessor."""
+    return min(16 if dtype == torch.float32 else 64, tools.block(value_size))
+
+
+def scan_stages(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.float32 else 3
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def segments_of(sequences: int, heads: int, length: int, value_size: int, device: torch.device) -> int:
+    """Into how many parts to cut every sequence so that the scan fills the device; 1 where it does, or is short."""
+    programs = sequences * heads * triton.cdiv(value_size, 64)
+    steps = triton.cdiv(length, CHUNK)
+    if 2 * programs > _multiprocessors(device):
+        return 1
+    return max(1, min(2 * _multiprocessors(device) // programs, steps // 64))
+
+
+def _entry_states(work, decay, value_size, initial_state, blocks, length, segments, steps):
+    """State [N * segments, H, K, V] that every segment starts from, folded over the segments in float32."""
+    _, heads, key_size = decay.shape
+    columns = value_block(value_size, work.dtype)
+    shape = (blocks.sequences, segments, heads, key_size)
+    transition, offset = (torch.empty(*shape, x, device=work.device) for x in (key_size, value_size))
+    grid = (triton.cdiv(value_size, columns) + triton.cdiv(key_size, columns), heads, blocks.sequences * segments)
+    transition_kernel[grid](
+        work, decay, transition, offset, length,
+        heads, key_size, value_size, tools.block(key_size), columns, CHUNK, tools.operand_types(work.dtype)[0],
+        segments, steps, scan_stages(work.dtype), num_warps=4,
+    )  # fmt: skip
+    entry = torch.empty_like(offset)
+    state = torch.zeros_like(offset[:, 0]) if initial_state is None else initial_state.float()
+    for segment in range(segments):
+        entry[:, segment] = state
+        state = offset[:, segment] + transition[:, segment] @ state
+    return entry.flatten(0, 1)
+
+
+def forward(
+    q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, initial_state, cu_seqlens, checkpoint_every=0,
+    segments=None
+):  # fmt: skip
+    """As `kda.gated_kda`, whose arguments these are; also the checkpoints [n, H, K, V] (None without).
+
+    `segments` overrides into how many parts a sequence is cut (tests).
+    """
+    (batch, length, heads, key_size), value_size = q.shape, v.shape[-1]
+    blocks = Blocks(batch, length, cu_seqlens)
+    work, decay, _, _ = prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlens, blocks, False)
+    out = torch.empty(batch, length, heads, value_size, device=q.device, dtype=v.dtype)
+    state_dtype = torch.float32 if initial_state is None else initial_state.dtype
+    final = torch.empty(blocks.sequences, heads, key_size, value_size, device=q.device, dtype=state_dtype)
+    checkpoints = checkpoint_offsets = None
+    if checkpoint_every:
+        counts = torch.full((batch,), length, device=q.device) if cu_seqlens is None else cu_seqlens.diff()
+        checkpoint_offsets = torch.nn.functional.pad((counts // checkpoint_every).cumsum(0), (1, 0))
+        total = int(checkpoint_offsets[-1])
+        checkpoints = torch.empty(total, heads, key_size, value_size, device=q.device, dtype=state_dtype)
+    if cu_seqlens is not None or checkpoint_every:
+        segments = 1
+    elif segments is None:
+        segments = segments_of(batch, heads, length, value_size, q.device)
+    entry, last, steps = initial_state, final, triton.cdiv(length, CHUNK)
+    if segments > 1:
+        steps = triton.cdiv(steps, segments)
+        segments = triton.cdiv(triton.cdiv(length, CHUNK), steps)
+        entry = _entry_states(work, decay, value_size, initial_state, blocks, length, segments, steps)
+        last = torch.empty_like(entry)
+    columns = value_block(value_size, q.dtype)
+    scan_kernel[(triton.cdiv(value_size, columns), heads, blocks.sequences * segments)](
+        work, decay, entry, out, last, checkpoints, None, None, cu_seqlens, blocks.offsets,
+        checkpoint_offsets, length, steps,
+        heads, key_size, value_size, tools.block(key_size), columns, CHUNK, tools.operand_types(q.dtype)[0],
+        cu_seqlens is not None, entry is not None, checkpoint_every, segments, False, scan_stages(q.dtype),
+        num_warps=4,
+    )  # fmt: skip
+    if segments > 1:
+        final.copy_(last.view(batch, segments, *final.shape[1:])[:, -1])
+    return out, final, checkpoints

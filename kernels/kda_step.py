@@ -1,0 +1,75 @@
+"""One or a few tokens of a KDA layer, from its projections to the gated norm, against a state (torch reference).
+
+This is the whole of a decode step between the projections: short convolution, SiLU, L2 norms, gate, recurrence and
+gated RMSNorm (Kimi K3 report, p. 4-5). Several tokens at once verify a draft: the state passed in is left as it is
+unless `in_place`, so that an accepted prefix is committed by running its tokens once more.
+"""
+
+import torch
+
+from . import dispatch, kda, short_conv
+
+# More tokens than this fill the chunked kernels better than one program a head.
+MAX_TOKENS = 16
+
+
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight * sigmoid(gate) over the last dimension: float32, rounded once, to the dtype of x."""
+    wide = x.to(kda.working_dtype(x))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * weight.to(wide.dtype) * torch.sigmoid(gate.to(wide.dtype))).to(x.dtype)
+
+
+def kda_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    gate: torch.Tensor,
+    tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    conv_weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    lower_bound: float | None,
+    norm_weight: torch.Tensor,
+    state: torch.Tensor,
+    norm_eps: float,
+    in_place: bool = False,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """
+    Args:
+        q, k, g: [B, T, H * K] projections: query and key before the convolution, decay logits.
+        v, gate: [B, T, H * V] projections: value before the convolution, logits of the output gate.
+        beta: [B, T, H] logits.
+        tails: the last W - 1 inputs of the three convolutions, [B, W - 1, H * K or V].
+        conv_weights: [H * K or V, 1, W] each.
+        A_log, dt_bias, lower_bound: of the gate, as `kda.kda_gate` takes them.
+        norm_weight: [V].
+        state: [B, H, K, V] float32 or bfloat16.
+        in_place: write the new state and tails into `state` and `tails`.
+
+    Returns:
+        out [B, T, H * V] in the dtype of q, the new tails, the new state in the dtype of `state`.
+    """
+    refusal = dispatch.triton_refusal(q, k, v, g, beta, gate, state, A_log, norm_weight, sizes=state.shape[2:])
+    if refusal is None and all(x.stride(-1) == 1 for x in (q, k, v, g, beta, gate)):
+        from . import kda_step_triton
+
+        return kda_step_triton.step(
+            q, k, v, g, beta, gate, tails, conv_weights, A_log, dt_bias, lower_bound, norm_weight, state,
+            state.shape[2] ** -0.5, kda.L2_EPS, norm_eps, in_place,
+        )  # fmt: skip
+    convolved, new_tails = zip(
+        *(short_conv.short_conv(x, w, tail) for x, w, tail in zip((q, k, v), conv_weights, tails, strict=True)),
+        strict=True,
+    )
+    heads = (*q.shape[:2], state.shape[1], -1)
+    q, k, v = (x.view(heads) for x in convolved)
+    out, new_state = kda.fused_kda(q, k, v, g.view(heads), beta, A_log, dt_bias, lower_bound, initial_state=state)
+    out = gated_rms_norm(out, gate.view(heads), norm_weight, norm_eps).flatten(2)
+    if in_place:
+        for old, new in zip((*tails, state), (*new_tails, new_state), strict=True):
+            old.copy_(new)
+        return out, tails, state
+    return out, new_tails, new_state

@@ -1,0 +1,116 @@
+"""Short causal depthwise convolution with SiLU: Triton forward and backward.
+
+One program handles 32 tokens of 128 channels; the W shifted reads of a block hit the cache. Tokens are numbered through
+all rows of a batch, and every token knows the sequence that it belongs to.
+"""
+
+import torch
+
+from . import triton_tools as tools
+
+triton, tl = tools.triton, tools.tl
+sigmoid = tools.sigmoid
+
+BLOCK_T, BLOCK_P = 32, 128
+
+
+@triton.jit
+def bounds(token, tokens, T, cu_seqlens, sequence_of, VARLEN: tl.constexpr):
+    """Sequence of every token, and its first token and its end."""
+    inside = token < tokens
+    if VARLEN:
+        n = tl.load(sequence_of + token, mask=inside, other=0).to(tl.int64)
+        return n, tl.load(cu_seqlens + n).to(tl.int64), tl.load(cu_seqlens + n + 1).to(tl.int64)
+    n = token // T
+    return n, n * T, (n + 1) * T
+
+
+@triton.jit
+def load_input(x, tail, token, n, first, c, mask, stride_x, P, W: tl.constexpr, HAS_TAIL: tl.constexpr):
+    """Inputs [tokens, channels] float32 at `token`, from the tail where that is before the sequence."""
+    known = token >= first
+    value = tl.load(x + token[:, None] * stride_x + c[None, :], mask=mask & known[:, None], other=0.0).to(tl.float32)
+    if HAS_TAIL:
+        row = n * (W - 1) + (token - first + W - 1)
+        older = mask & ((token < first) & (token >= first - (W - 1)))[:, None]
+        value += tl.load(tail + row[:, None] * P + c[None, :], mask=older, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def conv_kernel(
+    x, weight, tail, y, cu_seqlens, sequence_of, tokens, T, P, stride_x,
+    W: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, VARLEN: tl.constexpr, HAS_TAIL: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BP + tl.arange(0, BP)
+    mask = (token < tokens)[:, None] & (c < P)[None, :]
+    n, first, _ = bounds(token, tokens, T, cu_seqlens, sequence_of, VARLEN)
+    total = tl.zeros((BT, BP), tl.float32)
+    for tap in tl.static_range(W):
+        value = load_input(x, tail, token - (W - 1) + tap, n, first, c, mask, stride_x, P, W, HAS_TAIL)
+        total += value * tl.load(weight + c * W + tap, mask=c < P, other=0.0).to(tl.float32)[None, :]
+    total *= sigmoid(total, PTX)
+    tl.store(y + token[:, None] * P + c[None, :], total.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def conv_backward_kernel(
+    x, weight, tail, dy, dx, dweight, cu_seqlens, sequence_of, tokens, T, P, stride_x,
+    W: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, VARLEN: tl.constexpr, HAS_TAIL: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """dx_t = sum over the W outputs that read x_t; the gradient of the weight is summed over the program's tokens."""
+    i_t = tl.program_id(0).to(tl.int64)
+    token = i_t * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BP + tl.arange(0, BP)
+    in_p = c < P
+    n, first, end = bounds(token, tokens, T, cu_seqlens, sequence_of, VARLEN)
+    total = tl.zeros((BT, BP), tl.float32)
+    for later in tl.static_range(W):
+        reader = token + later
+        mask = ((token < tokens) & (reader < end))[:, None] & in_p[None, :]
+        before = tl.zeros((BT, BP), tl.float32)
+        for tap in tl.static_range(W):
+            value = load_input(x, tail, reader - (W - 1) + tap, n, first, c, mask, stride_x, P, W, HAS_TAIL)
+            before += value * tl.load(weight + c * W + tap, mask=in_p, other=0.0).to(tl.float32)[None, :]
+        share = sigmoid(before, PTX)
+        grad = tl.load(dy + reader[:, None] * P + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad *= share * (1.0 + before * (1.0 - share))
+        total += grad * tl.load(weight + c * W + (W - 1 - later), mask=in_p, other=0.0).to(tl.float32)[None, :]
+        if later == 0:
+            for tap in tl.static_range(W):
+                value = load_input(x, tail, token - (W - 1) + tap, n, first, c, mask, stride_x, P, W, HAS_TAIL)
+                tl.store(dweight + (i_t * P + c) * W + tap, tl.sum(grad * value, axis=0), mask=in_p)
+    tl.store(dx + token[:, None] * P + c[None, :], total.to(dx.dtype.element_ty),
+             mask=(token < tokens)[:, None] & in_p[None, :])  # fmt: skip
+
+
+def _launch(kernel, x, weight, tail, cu_seqlens, *outputs):
+    batch, length, channels = x.shape
+    tokens = batch * length
+    sequence_of = None
+    if cu_seqlens is not None:
+        rows = torch.arange(length, device=x.device)
+        sequence_of = (torch.searchsorted(cu_seqlens, rows, right=True) - 1).clamp_(0, len(cu_seqlens) - 2)
+    kernel[(triton.cdiv(tokens, BLOCK_T), triton.cdiv(channels, BLOCK_P))](
+        x, weight, tail, *outputs, cu_seqlens, sequence_of, tokens, length, channels, x.stride(1),
+        weight.shape[-1], BLOCK_T, BLOCK_P, cu_seqlens is not None, tail is not None, tools.USE_PTX, num_warps=4,
+    )  # fmt: skip
+
+
+def forward(x, weight, tail, cu_seqlens):
+    """y [B, T, P] in the dtype of x; x [B, T, P] with all tokens one stride apart."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(conv_kernel, x, weight, tail, cu_seqlens, y)
+    return y
+
+
+def backward(x, weight, tail, cu_seqlens, dy):
+    """Gradients of x and of the weight."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    programs = triton.cdiv(x.shape[0] * x.shape[1], BLOCK_T)
+    dweight = torch.empty(programs, *weight.shape, device=x.device, dtype=torch.float32)
+    _launch(conv_backward_kernel, x, weight, tail, cu_seqlens, dy, dx, dweight)
+    return dx, dweight.sum(0).to(weight.dtype)

@@ -1,0 +1,356 @@
+"""The Triton KDA kernels against the recurrence in float64: in Triton's interpreter on a CPU, for real on a GPU.
+
+The interpreter's products of bfloat16 are wrong, so half precision is tested on a GPU only.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kimi_k3.kernels import dispatch, kda, kda_step, short_conv
+
+pytest.importorskip("triton")
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+PRECISIONS = [
+    pytest.param(torch.float32, 1e-5, id="float32"),
+    *(
+        pytest.param(dtype, 5e-3, id=str(dtype)[6:], marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU"))
+        for dtype in (torch.bfloat16, torch.float16)
+    ),
+]
+# name -> lower bound, factor and offset of the decay logits
+GATES = {
+    "mixed": (-5.0, 3.0, 0.0),
+    "all-at-the-bound": (-5.0, 0.1, 12.0),
+    "all-near-zero": (-5.0, 0.1, -12.0),
+    "half-at-the-bound": (-5.0, 40.0, 0.0),
+    "softplus": (None, 1.0, 0.0),
+    "softplus-steep": (None, 40.0, 0.0),
+    "bound-below-the-narrow-range": (-8.0, 40.0, 0.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def _triton_everywhere(monkeypatch):
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): None)
+
+
+def make_inputs(length, heads=2, key_size=32, value_size=32, gate="mixed", parallel_keys=False, lengths=None, seed=0,
+                batch=1, dtype=torch.float32):  # fmt: skip
+    """Arguments of `fused_kda`, inputs in `dtype`."""
+    torch.manual_seed(seed)
+    lower_bound, factor, offset = GATES[gate]
+    shape = (batch, length, heads)
+    q, k, g = (torch.randn(*shape, key_size) for _ in range(3))
+    beta = torch.randn(shape)
+    if parallel_keys:
+        k, beta = torch.randn(batch, 1, heads, key_size) + 0.05 * k, beta + 4
+    sequences = batch if lengths is None else len(lengths)
+    half = {
+        "q": q,
+        "k": k,
+        "v": torch.randn(*shape, value_size),
+        "g": g * factor + offset,
+        "beta": beta,
+    }
+    full = {
+        "A_log": torch.randn(heads).abs(),
+        "dt_bias": torch.randn(heads * key_size),
+        "initial_state": torch.randn(sequences, heads, key_size, value_size),
+    }
+    inputs = {name: x.to(DEVICE, dtype) for name, x in half.items()} | {n: x.to(DEVICE) for n, x in full.items()}
+    offsets = None
+    if lengths is not None:
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE)
+    return inputs, {"lower_bound": lower_bound, "cu_seqlens": offsets}
+
+
+def oracle(inputs, lower_bound, cu_seqlens):
+    """The recurrence token by token in float64, one sequence after the other."""
+    x = {name: tensor.double() for name, tensor in inputs.items()}
+    parts = (
+        kda.l2norm(x["q"]),
+        kda.l2norm(x["k"]),
+        x["v"],
+        kda.kda_gate(x["g"], x["A_log"], x["dt_bias"], lower_bound),
+        torch.sigmoid(x["beta"]),
+    )
+    if cu_seqlens is None:
+        return kda.recurrent_kda(*parts, initial_state=x["initial_state"])
+    outputs, states = [], []
+    for n, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        out, state = kda.recurrent_kda(*(p[:, start:end] for p in parts), initial_state=x["initial_state"][n : n + 1]) \
+            if end > start else (x["v"][:, :0], x["initial_state"][n : n + 1])  # fmt: skip
+        outputs.append(out)
+        states.append(state)
+    return torch.cat(outputs, dim=1), torch.cat(states)
+
+
+def rms_ratio(got, expected):
+    return ((got.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+def assert_matches_oracle(inputs, options, bound, gradients=True):
+    """Outputs, final states and, with `gradients`, all gradients."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    expected = oracle(leaves, **options)
+    torch.manual_seed(1)
+    seeds = [torch.randn(x.shape, device=DEVICE) for x in expected]
+    seeds[0] = seeds[0].to(inputs["v"].dtype)
+    names = list(leaves)
+    expected_grads = torch.autograd.grad(expected, list(leaves.values()), [s.double() for s in seeds])
+    out, state = kda.fused_kda(**leaves, **options)
+    assert out.dtype == inputs["v"].dtype and state.dtype == torch.float32
+    assert rms_ratio(out, expected[0]) < bound
+    assert rms_ratio(state, expected[1]) < bound
+    if not gradients:
+        return
+    grads = torch.autograd.grad([out, state], list(leaves.values()), seeds)
+    for name, grad, expected_grad in zip(names, grads, expected_grads, strict=True):
+        assert grad.dtype == inputs[name].dtype
+        # A_log has one number a head, a sum of terms of both signs
+        limit = 10 * bound if name == "A_log" else 2 * bound
+        assert rms_ratio(grad, expected_grad) < limit, name
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
+def test_all_gates_forward_and_backward(gate, dtype, bound):
+    """Faults 9-12: exact at every decay, bounded or not."""
+    inputs, options = make_inputs(70, gate=gate, dtype=dtype)
+    assert_matches_oracle(inputs, options, bound)
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 95])
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
+def test_ragged_lengths(length, dtype, bound):
+    inputs, options = make_inputs(length, heads=1, batch=2, dtype=dtype)
+    assert_matches_oracle(inputs, options, bound, gradients=length in (1, 33))
+
+
+@pytest.mark.parametrize("gate", ["mixed", "softplus"])
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
+def test_sequences_of_mixed_lengths(gate, dtype, bound):
+    lengths = [0, 1, 32, 1, 40, 0, 5]
+    inputs, options = make_inputs(sum(lengths), gate=gate, lengths=lengths, dtype=dtype)
+    assert_matches_oracle(inputs, options, bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
+def test_near_parallel_keys(dtype, bound):
+    """The triangular inverse must not cancel: keys almost equal, beta near 1, little decay."""
+    inputs, options = make_inputs(96, parallel_keys=True, gate="all-near-zero", dtype=dtype)
+    assert_matches_oracle(inputs, options, 2 * bound)
+
+
+SIZES = [(16, 32), (48, 80), (24, 16), *([(128, 128), (256, 64), (64, 256)] if ON_GPU else [])]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
+def test_head_sizes(sizes, dtype, bound):
+    inputs, options = make_inputs(45, heads=1, key_size=sizes[0], value_size=sizes[1], dtype=dtype)
+    assert_matches_oracle(inputs, options, bound)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU: many seeds at full size")
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("seed", range(4))
+def test_full_size_on_a_gpu(gate, seed):
+    inputs, options = make_inputs(333, 4, 128, 128, gate, batch=2, seed=seed, dtype=torch.bfloat16)
+    assert_matches_oracle(inputs, options, 5e-3)
+
+
+def test_no_bit_of_an_earlier_result_depends_on_a_later_token():
+    """Strict causality of outputs and gradients, rounding included."""
+    for gate in ("mixed", "softplus"):
+        inputs, options = make_inputs(60, gate=gate)
+        results = []
+        for change in (False, True):
+            leaves = {name: x.clone() for name, x in inputs.items()}
+            if change:
+                for name in ("q", "k", "v", "g", "beta"):
+                    leaves[name][:, 41:] += 3.0
+            tokens = [leaves[name].requires_grad_() for name in ("q", "k", "v", "g", "beta")]
+            out, _ = kda.fused_kda(**leaves, **options)
+            results.append([out[:, :41], *(x[:, :41] for x in torch.autograd.grad(out[:, :41].square().sum(), tokens))])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_unwritten_memory_is_never_read_and_two_runs_are_equal(monkeypatch):
+    """Every allocation starts as NaN; results are finite and the same bit for bit."""
+    lengths = [1, 40, 0, 33]
+    inputs, options = make_inputs(sum(lengths), heads=2, key_size=24, value_size=48, lengths=lengths)
+    plain_empty, plain_empty_like = torch.empty, torch.empty_like
+
+    def poisoned(function):
+        def wrapped(*args, **kwargs):
+            x = function(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return wrapped
+
+    results = []
+    for poison in (False, True, True):
+        if poison:
+            monkeypatch.setattr(torch, "empty", poisoned(plain_empty))
+            monkeypatch.setattr(torch, "empty_like", poisoned(plain_empty_like))
+        leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        out, state = kda.fused_kda(**leaves, **options)
+        grads = torch.autograd.grad([out.sum() + state.square().sum()], list(leaves.values()))
+        results.append([out, state, *grads])
+    assert all(x.isfinite().all() for x in results[1])
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("segments", [2, 3])
+def test_a_sequence_cut_into_segments_gives_the_same(segments):
+    from kimi_k3.kernels import kda_chunk_triton
+
+    inputs, options = make_inputs(140, batch=2, key_size=16, value_size=48)
+    arguments = (*(inputs[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")), options["lower_bound"], 0.25,
+                 1e-6, inputs["initial_state"], None)  # fmt: skip
+    whole = kda_chunk_triton.forward(*arguments, segments=1)
+    parts = kda_chunk_triton.forward(*arguments, segments=segments)
+    assert rms_ratio(parts[0], whole[0].double()) < 1e-5
+    assert rms_ratio(parts[1], whole[1].double()) < 1e-5
+
+
+@pytest.mark.parametrize("lengths", [None, [70, 20, 64]])
+def test_checkpoints_are_the_states_after_every_multiple(lengths):
+    from kimi_k3.kernels import kda_chunk_triton
+
+    length = 100 if lengths is None else sum(lengths)
+    inputs, options = make_inputs(length, lengths=lengths)
+    arguments = [inputs[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")]
+    rest = (options["lower_bound"], 32**-0.5, 1e-6)
+    _, _, checkpoints = kda_chunk_triton.forward(
+        *arguments, *rest, inputs["initial_state"], options["cu_seqlens"], checkpoint_every=32
+    )
+    expected = []
+    starts = [0, *itertools.accumulate(lengths or [length])]
+    for n, (start, end) in enumerate(itertools.pairwise(starts)):
+        for stop in range(start + 32, end + 1, 32):
+            part = [x[:, start:stop] for x in arguments[:5]]
+            expected.append(oracle({**inputs, **dict(zip(("q", "k", "v", "g", "beta"), part, strict=True)),
+                                    "initial_state": inputs["initial_state"][n : n + 1]},
+                                   options["lower_bound"], None)[1])  # fmt: skip
+    assert checkpoints.shape[0] == len(expected)
+    assert rms_ratio(checkpoints, torch.cat(expected)) < 1e-5
+
+
+def test_views_of_one_wide_projection_and_a_bfloat16_state():
+    inputs, options = make_inputs(40, heads=2, key_size=16, value_size=16)
+    wide = torch.cat([inputs[name].flatten(2) for name in ("q", "k", "v", "g")], dim=-1)
+    views = {n: x.unflatten(-1, (2, 16)) for n, x in zip(("q", "k", "v", "g"), wide.chunk(4, dim=-1), strict=True)}
+    expected = kda.fused_kda(**inputs, **options)
+    got = kda.fused_kda(**{**inputs, **views}, **options)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    state = inputs["initial_state"].bfloat16()
+    _, final = kda.fused_kda(**{**inputs, "initial_state": state}, **options)
+    assert final.dtype == torch.bfloat16
+    assert rms_ratio(final, oracle({**inputs, "initial_state": state}, **options)[1]) < 5e-3
+
+
+@pytest.mark.parametrize("lengths", [None, [1, 0, 39, 2, 28]])
+@pytest.mark.parametrize("with_tail", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
+def test_short_convolution(lengths, with_tail, dtype, bound):
+    torch.manual_seed(0)
+    batch = 2 if lengths is None else 1
+    x = torch.randn(batch, 70, 40).to(DEVICE, dtype)
+    weight = torch.randn(40, 1, 4, device=DEVICE)
+    tail = torch.randn(batch if lengths is None else len(lengths), 3, 40).to(DEVICE, dtype) if with_tail else None
+    offsets = None if lengths is None else torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE)
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    got, new_tail = short_conv.short_conv(*leaves, tail, offsets)
+    expected_x, expected_weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    pieces, tails = [], []
+    pairs = [(row, 0, 70) for row in range(batch)] if lengths is None else \
+        [(0, a, b) for a, b in itertools.pairwise(offsets.tolist())]  # fmt: skip
+    for n, (row, start, end) in enumerate(pairs):
+        before = torch.zeros(3, 40, device=DEVICE, dtype=torch.float64) if tail is None else tail[n].double()
+        padded = torch.cat([before, expected_x[row, start:end]])
+        if end > start:
+            pieces.append(F.silu(F.conv1d(padded.t()[None], expected_weight, groups=40))[0].t())
+        tails.append(padded[-3:])
+    expected = torch.cat(pieces).view(x.shape)
+    grad = torch.randn(x.shape).to(DEVICE, dtype)
+    assert rms_ratio(got, expected) < bound
+    assert torch.equal(new_tail.double(), torch.stack(tails))
+    for a, b in zip(torch.autograd.grad(got, leaves, grad),
+                    torch.autograd.grad(expected, (expected_x, expected_weight), grad.double()),
+                    strict=True):  # fmt: skip
+        assert rms_ratio(a, b) < bound
+
+
+def step_inputs(tokens, dtype, heads=2, key_size=32, value_size=16, state_dtype=torch.float32):
+    torch.manual_seed(tokens)
+
+    def random(*shape, dtype=torch.float32):
+        return torch.randn(*shape).to(DEVICE, dtype)
+
+    widths = (heads * key_size, heads * key_size, heads * value_size)
+    return {
+        "q": random(3, tokens, widths[0], dtype=dtype),
+        "k": random(3, tokens, widths[1], dtype=dtype),
+        "v": random(3, tokens, widths[2], dtype=dtype),
+        "g": random(3, tokens, widths[0], dtype=dtype),
+        "beta": random(3, tokens, heads, dtype=dtype),
+        "gate": random(3, tokens, widths[2], dtype=dtype),
+        "tails": tuple(random(3, 3, width, dtype=dtype) for width in widths),
+        "conv_weights": tuple(random(width, 1, 4) for width in widths),
+        "A_log": random(heads),
+        "dt_bias": random(widths[0]),
+        "norm_weight": random(value_size),
+        "state": random(3, heads, key_size, value_size, dtype=state_dtype),
+    }
+
+
+def double(value):
+    return tuple(map(double, value)) if isinstance(value, tuple) else value.double()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 6])
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
+def test_fused_step(tokens, lower_bound, dtype, bound, monkeypatch):
+    inputs = step_inputs(tokens, dtype)
+    state_before = inputs["state"].clone()
+    options = {"lower_bound": lower_bound, "norm_eps": 1e-5}
+    out, tails, state = kda_step.kda_step(**inputs, **options)
+    assert torch.equal(inputs["state"], state_before)
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): "the oracle")
+    expected = kda_step.kda_step(**{name: double(x) for name, x in inputs.items()}, **options)
+    assert out.dtype == dtype and rms_ratio(out, expected[0]) < bound
+    assert all(torch.equal(a.double(), b) for a, b in zip(tails, expected[1], strict=True))
+    assert rms_ratio(state, expected[2]) < bound
+
+
+def test_fused_step_in_place_and_token_by_token():
+    """Several tokens at once (a draft) are the same as one after the other, in place, bit for bit."""
+    inputs = step_inputs(5, torch.float32)
+    options = {"lower_bound": -5.0, "norm_eps": 1e-5}
+    out, tails, state = kda_step.kda_step(**inputs, **options)
+    addresses = [x.data_ptr() for x in (*inputs["tails"], inputs["state"])]
+    outputs = []
+    for t in range(5):
+        part = {n: inputs[n][:, t : t + 1] for n in ("q", "k", "v", "g", "beta", "gate")}
+        one, *held = kda_step.kda_step(**{**inputs, **part}, **options, in_place=True)
+        outputs.append(one)
+        assert [x.data_ptr() for x in (*held[0], held[1])] == addresses
+    assert torch.equal(torch.cat(outputs, dim=1), out)
+    assert torch.equal(inputs["state"], state)
+    assert all(torch.equal(a, b) for a, b in zip(inputs["tails"], tails, strict=True))
+
+
+def test_fused_step_with_a_bfloat16_state():
+    inputs = step_inputs(3, torch.float32, state_dtype=torch.bfloat16)
+    options = {"lower_bound": -5.0, "norm_eps": 1e-5}
+    _, _, state = kda_step.kda_step(**inputs, **options)
+    _, _, expected = kda_step.kda_step(**{**inputs, "state": inputs["state"].float()}, **options)
+    assert state.dtype == torch.bfloat16 and rms_ratio(state, expected.double()) < 5e-3
