@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.integrations import use_experts_implementation
+from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -373,7 +374,12 @@ class KimiK3Experts(nn.Module):
         return glu(self.config, *gate_up.chunk(2, dim=-1))
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        """[T, D] -> [T, D] float32, combined with the float32 routing weights."""
+        """[T, D] -> [T, D] float32, combined with the float32 routing weights.
+
+        Compiled, transformers' grouped matrix product takes over: the reference counts tokens on the host.
+        """
+        if torch.compiler.is_compiling():
+            return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         # unbind once: indexing a parameter for every expert would make a full-size gradient for each of them
         gate_up, down = self.gate_up_proj.unbind(0), self.down_proj.unbind(0)
         return experts_op.grouped_experts(
@@ -402,6 +408,8 @@ class KimiK3PackedExperts(nn.Module):
         return glu(self.config, *gate_up.chunk(2, dim=-1))
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
+        """[T, D] -> [T, D] float32. Compiled, the experts of all tokens are decoded at once: meant for few tokens."""
+
         def weights_of(expert):
             dtype = hidden_states.dtype
             return (
@@ -409,6 +417,8 @@ class KimiK3PackedExperts(nn.Module):
                 mxfp4.dequantize_mxfp4(self.down_proj_packed[expert], self.down_proj_scale[expert], dtype),
             )
 
+        if torch.compiler.is_compiling():
+            return experts_op.gathered_experts(hidden_states, top_k_index, top_k_weights, weights_of, self._apply_gate)
         return experts_op.grouped_experts(
             hidden_states, top_k_index, top_k_weights, self.num_experts, weights_of, self._apply_gate
         )

@@ -3,6 +3,10 @@
 Tokens are sorted by expert, each expert that was hit does two matrix products on its rows, and the results are combined
 with the routing weights in float32. An expert's weights are asked for only when it is hit, so that packed weights can
 be decoded one expert at a time.
+
+How many tokens hit an expert is a number the host has to wait for, which a compiled or captured graph cannot. There,
+`gathered_experts` gives every pair of token and expert its own copy of the weights: the same products, for the few
+tokens of a decoding step.
 """
 
 from collections.abc import Callable
@@ -51,3 +55,26 @@ def grouped_experts(
         out.index_add_(0, rows, result.to(out.dtype) * weights[start : start + count, None])
         start += count
     return out
+
+
+def gathered_experts(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    weights_of: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """`grouped_experts` with shapes that depend on no value; holds the weights of T k experts at once.
+
+    Args:
+        x, expert_ids, expert_weights, activation: as there.
+        weights_of: experts [n] -> (gate_up [n, 2M, D], down [n, D, M]).
+
+    Returns:
+        [T, D] float32 (float64 for float64 x), summed in the order of `expert_ids`.
+    """
+    gate_up, down = weights_of(expert_ids.flatten())
+    rows = x.repeat_interleave(expert_ids.shape[-1], dim=0)[..., None]  # [T k, D, 1]
+    result = torch.bmm(down, activation(torch.bmm(gate_up, rows).squeeze(-1))[..., None]).squeeze(-1)
+    result = result.to(torch.promote_types(x.dtype, torch.float32)) * expert_weights.reshape(-1, 1)
+    return result.view(*expert_ids.shape, -1).sum(1)

@@ -14,12 +14,16 @@ GROUP = 32
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-@functools.cache
-def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values of the 16 codes and of the 256 scale bytes, float32."""
-    codes = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], dtype=torch.float32)
-    scales = torch.tensor([2.0 ** (s - 127) for s in range(255)] + [float("nan")], dtype=torch.float64)
-    return codes.to(device), scales.float().to(device)
+def _make_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of the 16 codes and of the 256 scale bytes, float32, made without a copy from the host (graph capture)."""
+    code = torch.arange(8, dtype=torch.float32, device=device)
+    magnitude = torch.where(code < 4, code / 2, torch.where(code < 6, code - 2, 2 * code - 8))
+    bits = torch.arange(256, dtype=torch.int32, device=device) << 23  # the byte is the exponent field of a float32
+    bits[0], bits[255] = 1 << 22, 0x7FC00000  # 2^-127 is subnormal; NaN
+    return torch.cat([magnitude, -magnitude]), bits.view(torch.float32)
+
+
+_tables = functools.cache(_make_tables)
 
 
 def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -40,7 +44,8 @@ def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
             f"packed {tuple(packed.shape)} and scale {tuple(scale.shape)} do not belong together: "
             f"a row of n packed bytes has n / {GROUP // 2} scales"
         )
-    codes, scales = _tables(packed.device)
+    # a traced graph makes its own: Dynamo does not trace through a cache
+    codes, scales = (_make_tables if torch.compiler.is_compiling() else _tables)(packed.device)
     values = codes[torch.stack([packed & 15, packed >> 4], dim=-1).long()]
     grouped = values.reshape(*scale.shape, GROUP) * scales[scale.long()][..., None]
     return grouped.reshape(*packed.shape[:-1], packed.shape[-1] * 2).to(dtype)

@@ -379,13 +379,37 @@ def test_disk_offload(data_dir, tmp_path, dequantize):
     assert torch.equal(offloaded.generate(ids, **generation), plain.generate(ids, **generation))
 
 
+@pytest.mark.parametrize(
+    "folder, dequantize",
+    [("k3_dense_flat", False), ("k3_tiny_mxfp4", False), ("k3_tiny_mxfp4", True), ("kimi_linear_flat", False)],
+    ids=["dense", "packed experts", "float experts", "kimi_linear"],
+)
 @torch.no_grad()
-def test_compiles_as_one_graph(data_dir):
-    """A dense model traces without a graph break (the reference experts need the counts on the host)."""
-    model = KimiK3ForCausalLM.from_pretrained(data_dir / "k3_dense_flat", dtype=torch.float32)
+def test_compiles_as_one_graph(data_dir, folder, dequantize):
+    """Without a graph break, experts included; the logits are those of the uncompiled model."""
+    settings = {"dtype": torch.float32, "dequantize": dequantize}
+    model = KimiK3ForCausalLM.from_pretrained(data_dir / folder, **settings)
+    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     ids = tokens(2, 70)
     torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, **CLOSE)
+
+
+def test_a_compiled_model_trains(float_model):
+    """Gradients of a compiled MoE model are those of the uncompiled one; the selection bias gets none."""
+    model, ids = float_model.train(), tokens(2, 40)
+
+    def gradients(forward):
+        model.zero_grad()
+        forward(ids, labels=ids, use_cache=False).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    torch._dynamo.reset()
+    plain = gradients(model)
+    compiled = gradients(torch.compile(model, fullgraph=True, backend="eager"))
+    assert compiled.keys() == plain.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(compiled[name], gradient, atol=1e-5, rtol=1e-3)
 
 
 def test_checkpointing_holds_less(float_model):
