@@ -116,12 +116,27 @@ class _StateLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
 
+    def restored(self, kept: "_StateLayer") -> "_StateLayer":
+        """The layer that stands at the boundary of `kept`, the layer of a snapshot."""
+        return kept.fork()
+
     def __deepcopy__(self, memo):
         """A copy cut off from autograd, whose graph cannot be copied."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__ = _copied(self.__dict__)
         return copied
+
+
+def _home(offload: bool, device: torch.device) -> torch.device:
+    """Where the tensors of a layer on `device` lie between two forwards."""
+    return torch.device("cpu") if offload else device
+
+
+def _usable(state: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The state on `device`, and as a tensor that autograd can save: one made in inference mode is copied for that."""
+    state = state.to(device)
+    return state.clone() if torch.is_grad_enabled() and state.is_inference() else state
 
 
 def _copied(value):
@@ -137,20 +152,24 @@ def _copied(value):
     return value
 
 
+KDA_TENSORS = ("q_tail", "k_tail", "v_tail", "recurrent_state")
+
+
 class KDACacheLayer(_StateLayer):
     """State of one KDA layer.
 
     Attributes:
+        offload: whether everything lies on the CPU between two forwards.
         record_past: whether projected inputs are kept, so that `crop` can go back to any boundary since the last one.
         conv_tails: the last W - 1 inputs of the q, k and v convolutions, three tensors [B, W - 1, H * K or V], or None.
         recurrent_state: [B, H, K, V] float32, or None before the first token.
     """
 
-    tensor_names = ("q_tail", "k_tail", "v_tail", "recurrent_state")
+    tensor_names = KDA_TENSORS
 
-    def __init__(self, conv_width: int):
+    def __init__(self, conv_width: int, offload: bool = False):
         super().__init__()
-        self.conv_width = conv_width
+        self.conv_width, self.offload = conv_width, offload
         self.conv_tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.recurrent_state: torch.Tensor | None = None
         self.record_past = False
@@ -166,6 +185,12 @@ class KDACacheLayer(_StateLayer):
         """From the next forward on, keep what `crop` needs."""
         self.record_past = True
 
+    def read(self, device) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:
+        """(conv_tails, recurrent_state) on the device of the layer that asks, (None, None) before the first token."""
+        if not self.is_initialized:
+            return None, None
+        return tuple(_usable(tail, device) for tail in self.conv_tails), _usable(self.recurrent_state, device)
+
     def record(self, projected, inputs, order, batch: int, length: int) -> None:
         """Keep the inputs of a forward before its state is stored.
 
@@ -174,8 +199,9 @@ class KDACacheLayer(_StateLayer):
             inputs: k, v, g, beta of the recurrence, shaped alike.
             order: [n] flat indices of the real tokens in [B, T], None when all are.
         """
+        home = _home(self.offload, projected[0].device)
         if not self._recorded:
-            self._boundary = (self.conv_tails, self.recurrent_state)
+            self._boundary = self.read(home)
         flat = torch.arange(batch * length, device=projected[0].device) if order is None else order
         part = ProjectedInputs(
             tuple(x.detach().flatten(0, 1) for x in projected),
@@ -184,7 +210,7 @@ class KDACacheLayer(_StateLayer):
             flat % length,
             length,
         )
-        self._recorded.append(part)
+        self._recorded.append(part.to(home))
         excess = self._recorded_columns() - self.recorded_columns
         if excess > self.recorded_columns:  # a prompt, or a long run without a crop: move the boundary up
             self._boundary = self._advanced(excess, batch)
@@ -233,7 +259,8 @@ class KDACacheLayer(_StateLayer):
 
     def store(self, conv_tails: tuple[torch.Tensor, ...], recurrent_state: torch.Tensor, new_tokens: int) -> None:
         """Take over the state after `new_tokens` more columns. The tensors belong to the cache from here on."""
-        self.conv_tails, self.recurrent_state = tuple(conv_tails), recurrent_state
+        home = _home(self.offload, recurrent_state.device)
+        self.conv_tails, self.recurrent_state = tuple(tail.to(home) for tail in conv_tails), recurrent_state.to(home)
         self.seq_length += new_tokens
         self.is_initialized = True
 
@@ -268,7 +295,7 @@ class KDACacheLayer(_StateLayer):
 
     def reset(self) -> None:
         recording = self.record_past, self.recorded_columns
-        self.__init__(self.conv_width)
+        self.__init__(self.conv_width, self.offload)
         self.record_past, self.recorded_columns = recording
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -287,8 +314,11 @@ class LatentCacheLayer(_StateLayer):
     is_croppable = True
     tensor_names = ("latents",)
 
-    def __init__(self):
+    def __init__(self, offload: bool = False):
         super().__init__()
+        self.offload = (
+            offload  # whether the buffer lies on the CPU; new latents are written there, all are read from it
+        )
         self.buffer: torch.Tensor | None = None  # [B, capacity, kv_lora_rank + qk_rope_head_dim]
         self._shared = 0  # columns of the buffer that a fork may read: they are copied before they are written
 
@@ -299,7 +329,10 @@ class LatentCacheLayer(_StateLayer):
 
     def append(self, latents: torch.Tensor) -> torch.Tensor:
         """Append [B, new tokens, width] and return the latents of all tokens, without a copy where possible."""
-        length = self.seq_length + latents.shape[1]
+        length, device = self.seq_length + latents.shape[1], latents.device
+        latents = latents.to(_home(self.offload, device))
+        if self.buffer is not None:
+            self.buffer = self.buffer.to(latents.device)
         held = self.buffer
         if latents.requires_grad or (
             held is not None and (held.requires_grad or (held.is_inference() and not torch.is_inference_mode_enabled()))
@@ -312,7 +345,7 @@ class LatentCacheLayer(_StateLayer):
             self.buffer[:, self.seq_length : length] = latents
         self.seq_length = length
         self.is_initialized = True
-        return self.latents
+        return self.latents.to(device)
 
     def _grow(self, like: torch.Tensor, length: int) -> None:
         # The first prefill is stored tight: most caches are built by one prefill and a short generation.
@@ -339,7 +372,7 @@ class LatentCacheLayer(_StateLayer):
         return forked
 
     def load(self, tensors: list[torch.Tensor], seq_length: int) -> None:
-        self.__init__()
+        self.__init__(self.offload)
         self.append(tensors[0])
 
     def to(self, device) -> None:
@@ -351,7 +384,7 @@ class LatentCacheLayer(_StateLayer):
         self.seq_length -= _columns_to_remove(tokens_to_remove, self.seq_length)
 
     def reset(self) -> None:
-        self.__init__()
+        self.__init__(self.offload)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.is_initialized:
@@ -360,6 +393,157 @@ class LatentCacheLayer(_StateLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
             self.buffer, self._shared = self.buffer.repeat_interleave(repeats, dim=0), 0
+
+
+class _StaticLayer(_StateLayer):
+    """State in buffers of one size and address, which every forward writes in place (`torch.compile`, CUDA graphs).
+
+    The token count is a tensor beside them, so that no step depends on a number of the host. The buffers are made in
+    the first forward; `reset`, `reorder_cache` and `restore` keep them.
+    """
+
+    is_compileable = True
+    is_croppable = False
+
+    def __init__(self, max_length: int):
+        super().__init__()
+        self.max_length = max_length
+        self.buffers: list[torch.Tensor] = []
+
+    def get_seq_length(self) -> torch.Tensor | int:
+        """Int64 tensor [], as in transformers' static caches; 0 before the first token."""
+        return self.seq_length if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        return self.max_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # The first forward reads its own tokens alone (`StaticLatentCacheLayer.append`).
+        return (self.max_length if self.is_initialized else query_length), 0
+
+    def _reserve(self, *wanted: tuple[torch.Size, torch.dtype, torch.device]) -> None:
+        """Zeroed buffers of these shapes, unless the ones that are there (zeroed by `reset`) fit."""
+        if [(buffer.shape, buffer.dtype, buffer.device) for buffer in self.buffers] == list(wanted):
+            return
+        with torch.inference_mode(False):  # inference tensors could be written in inference mode only
+            self.buffers = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in wanted]
+            self.seq_length = torch.zeros((), dtype=torch.int64, device=self.buffers[0].device)
+        if not torch.compiler.is_compiling():
+            for buffer in (*self.buffers, self.seq_length):
+                torch._dynamo.mark_static_address(buffer)
+
+    def _advance(self, new_tokens: int) -> None:
+        self.seq_length.add_(new_tokens)
+        self.is_initialized = True
+
+    @staticmethod
+    def _refuse_autograd(new: torch.Tensor) -> None:
+        if new.requires_grad:
+            raise ValueError(
+                "a static cache is written in place, which autograd cannot follow: run under torch.no_grad(), or use "
+                "HybridCache(config) without max_length"
+            )
+
+    def activate_past_recording(self) -> None:
+        raise ValueError(
+            "a static cache cannot take tokens back (crop, assisted decoding): use HybridCache(config) without "
+            'max_length, or cache_implementation="dynamic"'
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if _columns_to_remove(tokens_to_remove, int(self.get_seq_length())):
+            self.activate_past_recording()
+
+    @property
+    def batch_size(self) -> int:
+        return self.buffers[0].shape[0] if self.is_initialized else -1
+
+    def fork(self) -> "_StaticLayer":
+        return copy.deepcopy(self)
+
+    def restored(self, kept: "_StaticLayer") -> "_StaticLayer":
+        self.reset()
+        if kept.is_initialized:
+            self._reserve(*((buffer.shape, buffer.dtype, buffer.device) for buffer in kept.buffers))
+            for buffer, other in zip(self.buffers, kept.buffers, strict=True):
+                buffer.copy_(other)
+            self.seq_length.copy_(kept.seq_length)
+            self.is_initialized = True
+        return self
+
+    def to(self, device) -> None:
+        if self.buffers:
+            self.buffers = [buffer.to(device) for buffer in self.buffers]
+            self.seq_length = self.seq_length.to(device)
+
+    def reset(self) -> None:
+        for buffer in self.buffers:
+            buffer.zero_()
+        if self.buffers:
+            self.seq_length.zero_()
+        self.is_initialized = False
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if not self.is_initialized:
+            return
+        with torch.inference_mode(False):
+            chosen = [buffer.index_select(0, indices.to(buffer.device)) for buffer in self.buffers]
+        if len(indices) != self.batch_size:
+            self.buffers = chosen
+            return
+        for buffer, rows in zip(self.buffers, chosen, strict=True):
+            buffer.copy_(rows)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
+
+
+class StaticKDACacheLayer(_StaticLayer):
+    """State of one KDA layer, written in place: three tails [B, W - 1, P] and the state [B, H, K, V] float32."""
+
+    tensor_names = KDA_TENSORS
+    record_past = False
+
+    def read(self, device) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:
+        """As `KDACacheLayer.read`; the layer never leaves its device."""
+        return (tuple(self.buffers[:3]), self.buffers[3]) if self.is_initialized else (None, None)
+
+    def store(self, conv_tails, recurrent_state, new_tokens: int, real: torch.Tensor | None = None) -> None:
+        """As `KDACacheLayer.store`; rows in which `real` [B] is False keep their state."""
+        new = (*conv_tails, recurrent_state)
+        self._refuse_autograd(recurrent_state)
+        if not self.is_initialized:
+            self._reserve(*((tensor.shape, tensor.dtype, tensor.device) for tensor in new))
+        for buffer, tensor in zip(self.buffers, new, strict=True):
+            if real is not None:
+                tensor = torch.where(real.view(-1, *[1] * (buffer.dim() - 1)), tensor, buffer)
+            buffer.copy_(tensor)
+        self._advance(new_tokens)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return list(self.buffers) if self.is_initialized else []
+
+
+class StaticLatentCacheLayer(_StaticLayer):
+    """Latents of one MLA layer in one buffer [B, max_length, kv_lora_rank + qk_rope_head_dim], zero where unused."""
+
+    tensor_names = ("latents",)
+
+    def append(self, latents: torch.Tensor) -> torch.Tensor:
+        """Write [B, new tokens, width] and return what the tokens read: themselves in the first forward, all after."""
+        self._refuse_autograd(latents)
+        first = not self.is_initialized
+        if first:
+            batch, _, width = latents.shape
+            self._reserve((torch.Size((batch, self.max_length, width)), latents.dtype, latents.device))
+        buffer = self.buffers[0]
+        columns = self.seq_length + torch.arange(latents.shape[1], device=buffer.device)
+        buffer.index_copy_(1, columns, latents.to(buffer.dtype))
+        self._advance(latents.shape[1])
+        return latents if first else buffer
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.buffers[0][:, : int(self.seq_length)]] if self.is_initialized else []
 
 
 _NOT_COMPUTATION = (
@@ -395,6 +579,8 @@ class HybridCache(Cache):
 
     Args:
         config: a `KimiK3Config` or `KimiK3TextConfig`.
+        max_length: room for so many columns in buffers that never move (static shapes); None grows as needed.
+        offload: keep every layer's tensors on the CPU between its forwards.
 
     Example:
         >>> cache = HybridCache(model.config)
@@ -402,17 +588,18 @@ class HybridCache(Cache):
         >>> cache.get_seq_length(), cache.nbytes
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, max_length: int | None = None, offload: bool = False):
+        if max_length is not None and offload:
+            raise ValueError("max_length and offload exclude each other: a static buffer must not move")
         text_config = config.get_text_config(decoder=True)
-        super().__init__(
-            layers=[
-                KDACacheLayer(text_config.linear_attn_config["short_conv_kernel_size"])
-                if layer_type == "linear_attention"
-                else LatentCacheLayer()
-                for layer_type in text_config.layer_types
-            ]
-        )
+        width = text_config.linear_attn_config["short_conv_kernel_size"]
 
+        def layer(layer_type):
+            if layer_type == "linear_attention":
+                return KDACacheLayer(width, offload) if max_length is None else StaticKDACacheLayer(max_length)
+            return LatentCacheLayer(offload) if max_length is None else StaticLatentCacheLayer(max_length)
+
+        super().__init__(layers=[layer(layer_type) for layer_type in text_config.layer_types])
         self.padded = False  # whether some column that was fed is padding: then later calls need the mask too
 
     @property
@@ -437,7 +624,8 @@ class HybridCache(Cache):
 
     def restore(self, snapshot: "HybridCache") -> None:
         """Return to the boundary of a snapshot, which stays usable."""
-        self.layers, self.padded = [layer.fork() for layer in snapshot.layers], snapshot.padded
+        self.layers = [layer.restored(kept) for layer, kept in zip(self.layers, snapshot.layers, strict=True)]
+        self.padded = snapshot.padded
 
     def reset(self) -> None:
         super().reset()
@@ -466,7 +654,7 @@ class HybridCache(Cache):
         }
         metadata = {
             "format": "kimi-k3 HybridCache 1",
-            "tokens": str(self.get_seq_length()),
+            "tokens": str(int(self.get_seq_length())),
             "fingerprint": model_fingerprint(model),
             "padded": str(self.padded),
         }

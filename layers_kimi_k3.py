@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache_kimi_k3 import HybridCache
 from .configuration_kimi_k3 import KimiK3TextConfig
-from .layout_kimi_k3 import TokenLayout
+from .layout_kimi_k3 import StepLayout, TokenLayout
 
 
 def _kernel(name):
@@ -136,17 +136,19 @@ class KimiK3DeltaAttention(nn.Module):
         self.o_norm = KimiK3RMSNormGated(self.head_dim, config.rms_norm_eps, stored)
         self.o_proj = nn.Linear(channels, hidden, bias=False)
 
-    def forward(self, hidden_states, cache: HybridCache | None = None, layout: TokenLayout | None = None):
+    def forward(self, hidden_states, cache: HybridCache | None = None, layout: TokenLayout | StepLayout | None = None):
         """[B, T, hidden] -> [B, T, hidden]; reads and advances the layer's state in `cache`."""
         batch, length, _ = hidden_states.shape
         state = cache.layers[self.layer_idx] if cache is not None else None
-        tails = state.conv_tails if state is not None and state.is_initialized else (None, None, None)
-        recurrent = state.recurrent_state if state is not None else None
+        tails, recurrent = state.read(hidden_states.device) if state is not None else (None, None)
+        kept_rows = {}
+        if isinstance(layout, StepLayout):  # every row computes, those at padding do not keep the result
+            kept_rows, layout = {"real": layout.real}, None
         x, cu_seqlens = (hidden_states, None) if layout is None else (layout.take(hidden_states), layout.cu_seqlens)
 
         recorded = []  # inputs of the convolutions, kept only while the cache records
         convolved, new_tails = [], []
-        for name, tail in zip("qkv", tails, strict=True):
+        for name, tail in zip("qkv", tails or (None, None, None), strict=True):
             projected = getattr(self, f"{name}_proj")(x)
             out, new_tail = getattr(self, f"{name}_conv1d")(projected, tail, cu_seqlens)
             convolved.append(out)
@@ -171,7 +173,7 @@ class KimiK3DeltaAttention(nn.Module):
         if state is not None:
             if state.record_past:
                 state.record(recorded, inputs[1:], layout.order if layout is not None else None, batch, length)
-            state.store(new_tails, recurrent, length)
+            state.store(new_tails, recurrent, length, **kept_rows)
 
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         out = self.o_norm(out.to(q.dtype), gate.view(heads)).flatten(-2)

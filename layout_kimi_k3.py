@@ -36,11 +36,20 @@ class TokenLayout:
         return flat.index_copy(0, self.order, x[0]).view(batch, length, -1)
 
 
-def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> TokenLayout | None:
+@dataclasses.dataclass
+class StepLayout:
+    """Which rows of a one-token forward with a static cache hold a real token; `real` [B]."""
+
+    real: torch.Tensor
+    documents: None = None
+
+
+def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> TokenLayout | StepLayout | None:
     """Find padding and packed documents; None for a plain batch, in which every row is one sequence of real tokens.
 
     Args:
-        attention_mask: [B, S] with the T columns of this forward last, or None.
+        attention_mask: [B, S] with the T columns of this forward last, or None. With a static cache also
+            [B, max_length], one column for each place.
         position_ids: [B, T] or None; a document starts where a position does not follow that of the real token before.
         cu_seq_lens: [N + 1] offsets of documents in a packed row (B = 1), or None.
         embeds: [B, T, hidden].
@@ -50,13 +59,22 @@ def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> To
     device = embeds.device
     real = None
     if attention_mask is not None:
-        seen = length + (cache.get_seq_length() if cache is not None else 0)
-        if attention_mask.shape != (batch, seen):
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, expected {(batch, seen)}: one column for "
-                "each token in the cache and each new one"
-            )
-        real = attention_mask[:, -length:].to(device).bool()
+        held = cache.get_seq_length() if cache is not None else 0
+        places = cache.get_max_length() if cache is not None else -1
+        if attention_mask.shape == (batch, places):
+            if length == 1 and isinstance(held, torch.Tensor):  # static shapes: no value may be read on the host
+                column = held.view(1).to(attention_mask.device)
+                return StepLayout(attention_mask.index_select(1, column)[:, 0].to(device).bool())
+            real = attention_mask[:, int(held) : int(held) + length]
+        else:
+            seen = length + int(held)
+            if attention_mask.shape != (batch, seen):
+                raise ValueError(
+                    f"attention_mask has shape {tuple(attention_mask.shape)}, expected {(batch, seen)}: one column for "
+                    "each token in the cache and each new one"
+                )
+            real = attention_mask[:, -length:]
+        real = real.to(device).bool()
         if real.all():
             real = None
     starts = _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cache)
@@ -75,7 +93,8 @@ def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> To
 
 def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cache):
     """[B, T] True where a document starts, None when no row holds more than one."""
-    if cache is not None and cache.get_seq_length() > 0:
+    held = cache.get_seq_length() if cache is not None else 0
+    if isinstance(held, torch.Tensor) or held > 0:
         if cu_seq_lens is not None:
             raise ValueError("cu_seq_lens_q describes packed documents, which cannot continue a cache")
         return None

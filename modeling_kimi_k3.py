@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -71,7 +72,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     _no_split_modules = ["KimiK3DecoderLayer"]
     _supports_sdpa = True
     _supports_attention_backend = False
-    _can_compile_fullgraph = False
+    _can_compile_fullgraph = True
     # What the forward collects itself; declared for tools that ask.
     _can_record_outputs = {"router_logits": OutputRecorder(KimiK3TopkRouter, index=0)}
     _skip_keys_device_placement = ["past_key_values", "cache"]
@@ -248,7 +249,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
         """
         Args:
             input_ids: [B, T], or `inputs_embeds` [B, T, hidden].
-            attention_mask: [B, S] of the S columns seen so far, this forward's T last; 0 marks padding, anywhere.
+            attention_mask: [B, S] of the S columns seen so far, this forward's T last; 0 marks padding, anywhere. With
+                a static cache also [B, max_length], one column for each place.
             position_ids: [B, T]; the model has no positions, they only show where packed documents start.
             cache, past_key_values: two names of one argument.
             output_hidden_states: entry l is the stream that layer l reads (the mix over depth; the embedding for
@@ -264,7 +266,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             raise ValueError(
                 "attention_mask must be 2-D, one column for each token seen: KDA layers read no other form"
             )
-        if not use_cache and cache is not None and cache.get_seq_length() > 0:
+        if not use_cache and cache is not None and int(cache.get_seq_length()) > 0:
             raise ValueError(
                 "use_cache=False would ignore the tokens in the cache that was given: leave one of them out"
             )
@@ -278,12 +280,14 @@ class KimiK3Model(KimiK3PreTrainedModel):
             logger.warning_once("gradient checkpointing recomputes the forward, so no cache is built")
             use_cache = False
         if cache is not None:
-            self._check_cache(cache, attention_mask, layout, inputs_embeds.shape[0])
+            self._check_cache(cache, attention_mask, layout, *inputs_embeds.shape[:2])
         if use_cache and cache is None and not packed:
             cache = HybridCache(self.config)
             cache.padded = layout is not None
 
         document = (lambda b, h, q, kv: layout.documents[b, q] == layout.documents[b, kv]) if packed else None
+        if attention_mask is not None and cache is not None:  # a static cache's mask has columns for later tokens
+            attention_mask = attention_mask[:, : cache.get_mask_sizes(inputs_embeds.shape[1], 0)[0]]
         attention_mask = create_causal_mask(
             self.config, inputs_embeds, attention_mask, cache, and_mask_function=document
         )
@@ -329,7 +333,14 @@ class KimiK3Model(KimiK3PreTrainedModel):
         )
 
     @staticmethod
-    def _check_cache(cache, attention_mask, layout, rows: int) -> None:
+    def _check_cache(cache, attention_mask, layout, rows: int, length: int) -> None:
+        places, seen = cache.get_max_length(), cache.get_seq_length() + length
+        if places > 0:
+            full = f"this static cache has room for {places} tokens and this forward needs more: raise its max_length"
+            if isinstance(seen, torch.Tensor):  # checked where the count lies, without waiting for it
+                torch._assert_async(seen <= places, full)
+            elif seen > places:
+                raise ValueError(full)
         held = cache.batch_size
         if held not in (-1, rows):
             raise ValueError(
@@ -375,6 +386,8 @@ def _one_cache(cache, past_key_values) -> HybridCache | None:
     return cache
 
 
+# What `generate(cache_implementation=...)` takes.
+CACHE_IMPLEMENTATIONS = (None, "dynamic", "static", "offloaded")
 # Draft tokens of one round that a cache can take back; a prompt's last so many columns are recorded for it.
 MOST_DRAFTED = 512
 
@@ -382,26 +395,45 @@ MOST_DRAFTED = 512
 class KimiK3GenerationMixin(GenerationMixin):
     """What generation needs to know of a model whose cache is a `HybridCache`."""
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={implementation!r} is not supported: "
-                "recurrent states and latents live in HybridCache"
-            )
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
         other = "past_key_values" if CACHE_ARGUMENT == "cache" else "cache"
         if model_kwargs.get(other) is not None:
             model_kwargs[CACHE_ARGUMENT] = model_kwargs.pop(other)
-        given = model_kwargs.get(CACHE_ARGUMENT)
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        given, implementation = model_kwargs.get(CACHE_ARGUMENT), generation_config.cache_implementation
+        if implementation not in CACHE_IMPLEMENTATIONS:
+            raise ValueError(
+                f"cache_implementation={implementation!r} is not supported, recurrent states and latents live in "
+                f"HybridCache: use one of {', '.join(map(repr, CACHE_IMPLEMENTATIONS[1:]))}, or leave it out"
+            )
+        if given is None:  # transformers decides whether there is a cache, its kind is ours
+            generation_config.cache_implementation = None
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        generation_config.cache_implementation = implementation
         if given is None and isinstance(model_kwargs.get(CACHE_ARGUMENT), DynamicCache):
-            model_kwargs[CACHE_ARGUMENT] = HybridCache(self.config)
+            places = max(max_cache_length, generation_config.max_cache_len or 0) if implementation == "static" else None
+            cache = HybridCache(self.config, max_length=places, offload=implementation == "offloaded")
+            model_kwargs[CACHE_ARGUMENT] = cache
             if generation_config.is_assistant:
-                model_kwargs[CACHE_ARGUMENT].activate_past_recording()
+                cache.activate_past_recording()
 
         drafts = model_kwargs.get(CACHE_ARGUMENT)
         if generation_config.is_assistant and drafts is not None:  # a round's draft may be taken back whole
             drafts.keep_recorded(MOST_DRAFTED)
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, cache=None, past_key_values=None, **kwargs):
+        """For static caches, before a forward that may be compiled: [B, S] -> [B, max_length], zeros at unused places.
+
+        A call of transformers' generation, which would otherwise make the 4-D mask that KDA layers cannot read.
+        """
+        cache = past_key_values if cache is None else cache
+        if attention_mask is None:
+            return None
+        return F.pad(attention_mask, (0, cache.get_max_length() - attention_mask.shape[1]))
 
     def _assisted_decoding(self, input_ids, *args, **kwargs):
         cache = kwargs.get(CACHE_ARGUMENT)
@@ -413,7 +445,7 @@ class KimiK3GenerationMixin(GenerationMixin):
 
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
         cache = model_kwargs.get(CACHE_ARGUMENT)
-        held = 0 if cache is None else cache.get_seq_length()
+        held = 0 if cache is None else int(cache.get_seq_length())
         if held and model_kwargs.get("inputs_embeds") is None and input_ids.shape[1] <= held:
             raise ValueError(
                 f"the cache holds {held} tokens: generate needs all of them and at least one new one, got "

@@ -256,6 +256,19 @@ def test_caches_cross_autograd_modes(model):
         torch.testing.assert_close(torch.cat(steps, dim=1), expected, **CLOSE)
 
 
+def test_a_cache_of_inference_mode_goes_on_under_autograd(model):
+    """Its states are constants then: gradients are those of a cache that was filled under no_grad."""
+    ids, gradients = tokens(1, 20), []
+    for context in (torch.inference_mode, torch.no_grad):
+        cache = HybridCache(model.config)
+        with context():
+            model(ids[:, :12], **{CACHE: cache})
+        embeds = model.get_input_embeddings()(ids[:, 12:]).detach().requires_grad_()
+        model(inputs_embeds=embeds, **{CACHE: cache}).logits.square().sum().backward()
+        gradients.append(embeds.grad)
+    torch.testing.assert_close(*gradients, atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_generate_takes_both_cache_names(model, name):
     ids = tokens(1, 10)

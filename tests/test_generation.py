@@ -154,7 +154,7 @@ def test_what_the_cache_cannot_do_is_said(model, prompt):
     """A foreign cache and cache kinds that have no place for states are refused, not half used."""
     with pytest.raises(TypeError, match="use HybridCache"):
         model(prompt, **{CACHE: DynamicCache()})
-    for implementation in ("static", "quantized", "offloaded"):
+    for implementation in ("quantized", "offloaded_static"):
         with pytest.raises(ValueError, match="HybridCache"):
             generate(model, prompt, cache_implementation=implementation)
 

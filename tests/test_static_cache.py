@@ -1,0 +1,183 @@
+"""`cache_implementation="static"`: buffers that never move, the text of the growing cache, no graph but the first."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CompileConfig
+
+from kimi_k3 import CACHE_ARGUMENT as CACHE
+from kimi_k3 import HybridCache
+
+CLOSE = {"atol": 5e-4, "rtol": 0}
+NEW, PROMPT = 10, 37
+
+
+@pytest.fixture(scope="module", params=["k3_tiny_mxfp4", "kimi_linear_flat", "k3_dense_flat"])
+def model(request, data_dir):
+    return AutoModelForCausalLM.from_pretrained(data_dir / request.param, dtype=torch.float32)
+
+
+def tokens(rows, length, seed=0):
+    return torch.randint(3, 160, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def mask_of(padding):
+    mask = torch.ones(2, PROMPT, dtype=torch.long)
+    if padding == "left":
+        mask[0, :9] = 0
+    elif padding == "middle":
+        mask[0, 5:11] = 0
+        mask[1, 30:33] = 0
+    return mask
+
+
+def generate(model, ids, mask, **kwargs):
+    settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, **kwargs}
+    return model.generate(ids, attention_mask=mask, **settings)
+
+
+def addresses(cache):
+    return [buffer.data_ptr() for layer in cache.layers for buffer in (*layer.buffers, layer.seq_length)]
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "middle"])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"num_beams": 3, "num_return_sequences": 2}, {"prefill_chunk_size": 8}, {"max_cache_len": 100}],
+    ids=["greedy", "beams", "chunks", "more room"],
+)
+def test_the_text_is_that_of_the_growing_cache(model, padding, how):
+    ids, mask = tokens(2, PROMPT), mask_of(padding)
+    plain = {name: value for name, value in how.items() if name != "max_cache_len"}
+    expected = generate(model, ids, mask, **plain)
+    assert torch.equal(generate(model, ids, mask, cache_implementation="static", **how), expected)
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_a_static_cache_is_continued(model, padding):
+    """Two turns on one static cache equal one run without it; the buffers stay where they are."""
+    ids, mask, cache = tokens(2, PROMPT), mask_of(padding), HybridCache(model.config, max_length=80)
+    first = generate(model, ids, mask, **{CACHE: cache})
+    before = addresses(cache)
+    turn = torch.cat([first, tokens(2, 5, 1)], dim=1)
+    mask = torch.nn.functional.pad(mask, (0, turn.shape[1] - PROMPT), value=1)
+    assert torch.equal(generate(model, turn, mask, **{CACHE: cache}), generate(model, turn, mask))
+    assert addresses(cache) == before
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["one column a place", "one column a token"])
+@torch.no_grad()
+def test_padding_anywhere(model, wide):
+    """Padding in a prefill, in a later piece and in single steps, with both forms of the mask."""
+    ids, places = tokens(2, 40), 48
+    mask = torch.zeros(2, places, dtype=torch.long)
+    mask[:, :40] = torch.rand(2, 40, generator=torch.Generator().manual_seed(2)) < 0.6
+    cache, outputs, start = HybridCache(model.config, max_length=places), [], 0
+    for size in (20, 1, 1, 1, 10, 1, 1, 1, 1, 1, 1, 1):
+        stop = start + size
+        seen = mask if wide else mask[:, :stop]
+        outputs.append(model(ids[:, start:stop], attention_mask=seen, **{CACHE: cache}).logits)
+        start = stop
+    logits = torch.cat(outputs, dim=1)
+    for row in range(2):
+        real = mask[row, :40].bool()
+        torch.testing.assert_close(logits[row, real], model(ids[row, real][None]).logits[0], **CLOSE)
+
+
+@torch.no_grad()
+def test_decoding_compiles_once(model):
+    """One graph without a break serves every step, padded rows included, and writes the buffers in place."""
+    ids, places, graphs = tokens(2, PROMPT + 6), 48, []
+    mask = torch.zeros(2, places, dtype=torch.long)
+    mask[:, : PROMPT + 6] = 1
+    mask[0, :9], mask[1, PROMPT + 2] = 0, 0
+    cache = HybridCache(model.config, max_length=places)
+    model(ids[:, :PROMPT], attention_mask=mask, **{CACHE: cache})
+    before = addresses(cache)
+    torch._dynamo.reset()
+    step = torch.compile(model, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    logits = [step(ids[:, t : t + 1], attention_mask=mask, **{CACHE: cache}).logits for t in range(PROMPT, PROMPT + 6)]
+    assert len(graphs) == 1
+    assert addresses(cache) == before
+    for row in range(2):
+        real = mask[row, : PROMPT + 6].bool()
+        expected = model(ids[row, real][None]).logits[0]
+        got = torch.cat(logits, dim=1)[row, real[PROMPT:]]
+        torch.testing.assert_close(got, expected[-len(got) :], **CLOSE)
+
+
+def test_generate_compiles_the_decoding(model):
+    """transformers' own compilation of a generation with a static cache: no break, and the same text."""
+    ids, mask, graphs = tokens(2, PROMPT), mask_of("left"), []
+    torch._dynamo.reset()
+    config = CompileConfig(
+        fullgraph=True, mode=None, backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False
+    )
+    config._compile_all_devices = True
+    text = generate(model, ids, mask, cache_implementation="static", compile_config=config)
+    assert len(graphs) == 1
+    assert torch.equal(text, generate(model, ids, mask))
+
+
+@torch.no_grad()
+def test_operations_keep_the_addresses(model):
+    """Snapshot, restore, reset and reorder write the buffers that are there, so a captured graph stays valid."""
+    ids, cache = tokens(2, 20), HybridCache(model.config, max_length=30)
+    first = model(ids, **{CACHE: cache}).logits
+    before, kept = addresses(cache), cache.snapshot()
+    following = model(ids[:, :1], **{CACHE: cache}).logits
+    cache.restore(kept)
+    assert cache.get_seq_length() == 20
+    assert torch.equal(model(ids[:, :1], **{CACHE: cache}).logits, following)
+    cache.restore(kept)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = model(ids[:, :1].flip(0), **{CACHE: cache}).logits
+    torch.testing.assert_close(swapped, following.flip(0), **CLOSE)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.nbytes == 0
+    assert torch.equal(model(ids, **{CACHE: cache}).logits, first)
+    assert addresses(cache) == before
+    other = copy.deepcopy(cache)
+    other.batch_repeat_interleave(2)
+    assert other.batch_size == 4 and cache.batch_size == 2
+    repeated = model(ids[:, :1].repeat_interleave(2, 0), **{CACHE: other}).logits
+    torch.testing.assert_close(repeated, following.repeat_interleave(2, 0), **CLOSE)
+
+
+def test_static_cache_crosses_inference_mode_and_is_saved(model, tmp_path):
+    ids, cache = tokens(1, 20), HybridCache(model.config, max_length=30)
+    with torch.inference_mode():
+        model(ids[:, :12], **{CACHE: cache})
+        cache.batch_repeat_interleave(2)
+    cache.save(tmp_path / "cache.safetensors", model)
+    loaded = HybridCache.load(tmp_path / "cache.safetensors", model)
+    assert loaded.get_seq_length() == 12
+    with torch.no_grad():
+        expected = model(ids).logits[:, 12:].expand(2, -1, -1)
+        for held in (cache, loaded):
+            steps = [model(ids[:, t : t + 1].expand(2, -1), **{CACHE: held}).logits for t in range(12, 20)]
+            torch.testing.assert_close(torch.cat(steps, dim=1), expected, **CLOSE)
+
+
+def test_what_a_static_cache_cannot_do_is_said(model):
+    ids = tokens(1, 12)
+    with pytest.raises(ValueError, match=r"torch\.no_grad"):
+        model(ids, **{CACHE: HybridCache(model.config, max_length=20)})
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="room for 8 tokens"):
+            model(ids, **{CACHE: HybridCache(model.config, max_length=8)})
+        cache = HybridCache(model.config, max_length=12)
+        model(ids, **{CACHE: cache})
+        with pytest.raises(RuntimeError, match="room for 12 tokens"):
+            model(ids[:, :1], **{CACHE: cache})
+    cache.crop(0)
+    with pytest.raises(ValueError, match="cannot take tokens back"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="cannot take tokens back"):
+        cache.activate_past_recording()
+    with pytest.raises(ValueError, match="must not move"):
+        HybridCache(model.config, max_length=8, offload=True)
+    for name in ("quantized", "offloaded_static", "sliding_window"):
+        with pytest.raises(ValueError, match=r"(use one of 'dynamic', 'static', 'offloaded'|Invalid)"):
+            generate(model, ids, torch.ones_like(ids), cache_implementation=name)
