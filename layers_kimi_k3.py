@@ -26,10 +26,12 @@ import importlib
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.integrations import use_experts_implementation
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
 
 from .cache_kimi_k3 import HybridCache
 from .configuration_kimi_k3 import KimiK3TextConfig
@@ -223,12 +225,25 @@ class KimiK3MLAttention(nn.Module):
         self.o_proj = nn.Linear(self.num_heads * self.v_dim, hidden, bias=False)
 
     def forward(
-        self, hidden_states, attention_mask=None, cache: HybridCache | None = None, need_weights: bool = False, **kwargs
+        self,
+        hidden_states,
+        attention_mask=None,
+        cache: HybridCache | None = None,
+        layout: TokenLayout | None = None,
+        need_weights: bool = False,
+        **kwargs,
     ):
         """[B, T, hidden] -> ([B, T, hidden], attention weights [B, H, T, S] or None).
 
         With `need_weights` the attention runs eagerly, whatever implementation is set: the fused ones have none.
         """
+        rows, columns, _ = hidden_states.shape
+        ragged = layout is not None and cache is None and not need_weights and is_flash_attention_requested(self.config)
+        if ragged:  # flash kernels know no mask between documents: as in KDA, real tokens only, end to end
+            hidden_states, attention_mask = layout.take(hidden_states), None
+            offsets = layout.cu_seqlens.to(torch.int32)
+            kwargs |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+            kwargs |= {"max_length_q": layout.longest, "max_length_k": layout.longest}
         batch, length, _ = hidden_states.shape
         if self.config.q_lora_rank is None:
             query = self.q_proj(hidden_states)
@@ -247,7 +262,8 @@ class KimiK3MLAttention(nn.Module):
         out = out.reshape(batch, length, -1)
         if self.config.mla_use_output_gate:
             out = out * torch.sigmoid(self.g_proj(hidden_states))
-        return self.o_proj(out), weights
+        out = self.o_proj(out)
+        return layout.put_back(out, rows, columns) if ragged else out, weights
 
     def _absorbing_is_cheaper(self, queries: int, keys: int) -> bool:
         """Multiplications a head: expanding costs `kv_rank * (nope + v)` a key, absorbing makes each pair wider."""
@@ -268,6 +284,7 @@ class KimiK3MLAttention(nn.Module):
             return eager_attention_forward(self, query, key, value, mask, self.scaling)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         # The fused kernels of sdpa want one head size; without padding torch falls back to a [T, S] matrix.
+        # transformers pads the values for flash kernels, flex attention takes them as they are.
         padding = self.qk_dim - self.v_dim if self.config._attn_implementation == "sdpa" else 0
         if padding > 0:
             value = F.pad(value, (0, padding))
@@ -280,28 +297,36 @@ class KimiK3MLAttention(nn.Module):
         w_uk, w_uv = self.kv_b_proj.weight.view(heads, -1, self.kv_rank).split([self.nope_dim, self.v_dim], dim=1)
         query_nope, query_pe = query.split([self.nope_dim, self.rope_dim], dim=-1)
         rows = torch.cat([query_nope @ w_uk, query_pe], dim=-1).transpose(1, 2).reshape(batch, 1, length * heads, -1)
-        if attention_mask is not None and length > 1:
-            attention_mask = attention_mask.repeat_interleave(heads, dim=2)
+        mask = self._explicit_mask(attention_mask, query, latents.shape[1])
+        if mask is not None and length > 1:
+            mask = mask.repeat_interleave(heads, dim=2)
         latents = latents[:, None]
         # Always the explicit form: it reads the latents once for all heads and copies none of them.
-        out, weights = eager_attention_forward(
-            self, rows, latents, latents[..., : self.kv_rank], self._additive(attention_mask, rows), self.scaling
-        )
+        out, weights = eager_attention_forward(self, rows, latents, latents[..., : self.kv_rank], mask, self.scaling)
         out = out.view(batch, length, heads, self.kv_rank).transpose(1, 2) @ w_uv.transpose(1, 2)
         return out.transpose(1, 2), weights.view(batch, length, heads, -1).transpose(1, 2)
 
-    def _explicit_mask(self, mask, query, keys):
-        """The additive mask of a forward for which a fused implementation was given none: plain causality."""
-        if mask is None and query.shape[2] > 1:
-            queries = query.shape[2]
-            mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
-        return self._additive(mask, query)
-
     @staticmethod
-    def _additive(mask, like):
+    def _explicit_mask(mask, query, keys: int):
+        """The mask of any implementation as one to add to scores [B, H, T, S]; None for a token that reads all keys.
+
+        Args:
+            mask: [B, 1, T, S], boolean or additive; the [B, S] of flash kernels or None, beside which causality is
+                understood; or the BlockMask of flex attention.
+        """
+        queries, device = query.shape[2], query.device
+        if isinstance(mask, BlockMask):
+            at = [torch.arange(n, device=device) for n in (query.shape[0], 1, queries, keys)]
+            mask = mask.mask_mod(at[0][:, None, None, None], at[1], at[2][:, None], at[3])
+        elif mask is None or mask.dim() == 2:
+            if mask is not None:
+                mask = mask[:, None, None].bool()
+            if queries > 1:
+                causal = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+                mask = causal if mask is None else causal & mask
         if mask is None or mask.dtype != torch.bool:
             return mask
-        return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(~mask, torch.finfo(like.dtype).min)
+        return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
 
 
 def glu(config: KimiK3TextConfig, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -526,7 +551,9 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         if self.is_linear:
             attended = self.self_attn(hidden, cache=cache, layout=layout)
         else:
-            attended, weights = self.self_attn(hidden, attention_mask=attention_mask, cache=cache, **kwargs)
+            attended, weights = self.self_attn(
+                hidden, attention_mask=attention_mask, cache=cache, layout=layout, **kwargs
+            )
         if self.starts_block:
             blocks, partial = (*blocks, partial), attended
         else:

@@ -1,10 +1,11 @@
 """Padding and packing: which columns of a batch are real tokens, and which sequence each belongs to.
 
 Convolution and recurrence must see every sequence alone and without padding, so the KDA layers work on the real tokens
-only, laid end to end (`cu_seqlens`); the MLA layers mask instead.
+only, laid end to end (`cu_seqlens`); the MLA layers mask instead, except with flash kernels, which know no such mask.
 """
 
 import dataclasses
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,11 @@ class TokenLayout:
     order: torch.Tensor
     cu_seqlens: torch.Tensor
     documents: torch.Tensor | None
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.cu_seqlens.diff().max())
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, D] -> [1, n, D]"""

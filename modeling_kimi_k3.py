@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils import can_return_tuple, logging
+from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import OutputRecorder
 
 from .cache_kimi_k3 import HybridCache
@@ -71,6 +72,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["KimiK3DecoderLayer"]
     _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
     _supports_attention_backend = False
     _can_compile_fullgraph = True
     # What the forward collects itself; declared for tools that ask.
@@ -107,6 +110,17 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                     "load with dequantize=True to use it"
                 )
         return super().get_correct_experts_implementation(requested_experts or "eager")
+
+    def get_correct_attn_implementation(self, requested_attention, is_init_check: bool = False) -> str:
+        # Other registered functions (paged ones, a user's) would not be given the masks that they need.
+        known = requested_attention in (None, "eager", "sdpa", "flex_attention")
+        flash = is_flash_attention_requested(requested_attention_implementation=requested_attention)
+        if not known and (not flash or requested_attention.startswith("paged|")):
+            raise ValueError(
+                f"attn_implementation={requested_attention!r} is not supported: use 'eager', 'sdpa', "
+                "'flash_attention_2' or 'flex_attention'"
+            )
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def requires_grad_(self, requires_grad: bool = True):
         """As in torch, but packed bytes stay as they are: they have no gradient."""
@@ -281,22 +295,31 @@ class KimiK3Model(KimiK3PreTrainedModel):
             use_cache = False
         if cache is not None:
             self._check_cache(cache, attention_mask, layout, *inputs_embeds.shape[:2])
+            if cache.is_compileable and self.config._attn_implementation not in ("eager", "sdpa"):
+                raise ValueError(
+                    f"attn_implementation={self.config._attn_implementation!r} cannot read the part of a static cache "
+                    "that is filled: use 'sdpa' with it"
+                )
         if use_cache and cache is None and not packed:
             cache = HybridCache(self.config)
             cache.padded = layout is not None
-
-        document = (lambda b, h, q, kv: layout.documents[b, q] == layout.documents[b, kv]) if packed else None
-        if attention_mask is not None and cache is not None:  # a static cache's mask has columns for later tokens
-            attention_mask = attention_mask[:, : cache.get_mask_sizes(inputs_embeds.shape[1], 0)[0]]
-        attention_mask = create_causal_mask(
-            self.config, inputs_embeds, attention_mask, cache, and_mask_function=document
-        )
 
         collect = {
             "hidden_states": self.config.output_hidden_states if output_hidden_states is None else output_hidden_states,
             "attentions": self.config.output_attentions if output_attentions is None else output_attentions,
             "router_logits": self.config.output_router_logits if output_router_logits is None else output_router_logits,
         }
+        document = (lambda b, h, q, kv: layout.documents[b, q] == layout.documents[b, kv]) if packed else None
+        if attention_mask is not None and cache is not None:  # a static cache's mask has columns for later tokens
+            attention_mask = attention_mask[:, : cache.get_mask_sizes(inputs_embeds.shape[1], 0)[0]]
+        mask_config = self.config
+        if collect["attentions"] and mask_config._attn_implementation not in ("eager", "sdpa"):
+            mask_config = copy.copy(mask_config)
+            mask_config._attn_implementation = "sdpa"  # eager attention needs the mask itself
+        attention_mask = create_causal_mask(
+            mask_config, inputs_embeds, attention_mask, cache, and_mask_function=document
+        )
+
         if collect["attentions"] and self.config._attn_implementation != "eager":
             logger.warning_once("attention weights were asked for: attention runs eagerly in such a forward")
         collected = {name: () for name, wanted in collect.items() if wanted}
