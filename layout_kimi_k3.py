@@ -32,6 +32,13 @@ class TokenLayout:
         """Tokens of the longest sequence."""
         return int(self.cu_seqlens.diff().max())
 
+    def to(self, device) -> "TokenLayout":
+        """The layout for a layer on `device`; the hooks that join several devices call it, as they do for tensors."""
+        if self.order.device == torch.device(device):
+            return self
+        documents = None if self.documents is None else self.documents.to(device)
+        return TokenLayout(self.order.to(device), self.cu_seqlens.to(device), documents)
+
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, D] -> [1, n, D]"""
         return x.flatten(0, 1)[self.order][None]
@@ -48,6 +55,10 @@ class StepLayout:
 
     real: torch.Tensor
     documents: None = None
+
+    def to(self, device) -> "StepLayout":
+        """As `TokenLayout.to`."""
+        return StepLayout(self.real.to(device))
 
 
 def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> TokenLayout | StepLayout | None:

@@ -344,11 +344,13 @@ class KimiK3Model(KimiK3PreTrainedModel):
                 if name in collected and value is not None:
                     collected[name] += (value,)
         if self.config.attn_res_block_size is not None:
-            norm, proj = self.output_attn_res_norm, self.output_attn_res_proj
-            partial = attn_res.attn_res_mix((*blocks, partial), norm(), proj(), self.config.rms_norm_eps)
+            norm, proj = self.output_attn_res_norm(), self.output_attn_res_proj()
+            sources = [source.to(norm.device) for source in (*blocks, partial)]  # each lies where its layer ran
+            partial = attn_res.attn_res_mix(sources, norm, proj.to(norm.device), self.config.rms_norm_eps)
         hidden_states = self.norm(partial)
         if self.check_finite:
-            self._raise_where_not_finite(torch.stack([*finite, torch.isfinite(hidden_states).all()]).tolist())
+            finite.append(torch.isfinite(hidden_states).all())
+            self._raise_where_not_finite(torch.stack([flag.to(finite[0].device) for flag in finite]).tolist())
         if "hidden_states" in collected:
             collected["hidden_states"] += (hidden_states,)
         return KimiK3ModelOutput(
