@@ -117,7 +117,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         flash = is_flash_attention_requested(requested_attention_implementation=requested_attention)
         if not known and (not flash or requested_attention.startswith("paged|")):
             raise ValueError(
-                f"attn_implementation={requested_attention!r} is not supported: use 'eager', 'sdpa', "
+                f"Specified `attn_implementation=\"{requested_attention}\"` is not supported: use 'eager', 'sdpa', "
                 "'flash_attention_2' or 'flex_attention'"
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)

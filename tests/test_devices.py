@@ -187,3 +187,16 @@ def test_packed_documents_across_devices(model):
     with pretended_devices():
         logits = placed(model, DEVICES)(ids, position_ids=positions).logits
         torch.testing.assert_close(to_cpu(logits.to("cpu")), expected, atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 8}],
+    ids=["greedy", "beams", "prompt lookup", "chunks"],
+)
+def test_offloaded_generation_gives_the_same_text(model, how):
+    ids = tokens(1, 12).repeat(1, 2)
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    output = model.generate(ids, cache_implementation="offloaded", return_dict_in_generate=True, **settings, **how)
+    assert all(layer.offload for layer in output.past_key_values.layers)
+    assert torch.equal(output.sequences, model.generate(ids, **settings, **how))
