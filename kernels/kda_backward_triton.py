@@ -14,7 +14,7 @@ exp2, sigmoid = tools.exp2, tools.sigmoid
 LOG2E, OFFSET = tools.LOG2E, forward_pass.OFFSET
 locate, sequence, tile_size = forward_pass.locate, forward_pass.sequence, forward_pass.tile_size
 log2_decay = forward_pass.log2_decay
-sum_rows, shifted_exp2 = forward_pass.sum_rows, forward_pass.shifted_exp2
+sum_rows, shifted_exp2, load_rows = forward_pass.sum_rows, forward_pass.shifted_exp2, forward_pass.load_rows
 level_pairs, level_factors = forward_pass.level_pairs, forward_pass.level_factors
 CHUNK = forward_pass.CHUNK
 
@@ -153,18 +153,14 @@ def chunk_backward_kernel(
     else:
         start = exp2(sum_rows(b_g, i >= j, DT), PTX)
         d_k *= exp2(sum_rows(b_g, i < j, DT), PTX)
-    b_k = tl.load(k + i * stride_k + c_k[None, :], mask=mask_k, other=0.0).to(tl.float32)
-    norm_k = tl.rsqrt(tl.sum(b_k * b_k, axis=1) + eps)
-    b_k *= norm_k[:, None]
+    b_k, norm_k = load_rows(k, i * stride_k + c_k[None, :], mask_k, eps)
     # What a row adds to the state at the chunk's end passes the decays of later rows only.
-    d_g = sum_rows(b_k * d_k, i > j, DT) + (overlap * exp2(total, PTX))[None, :]
-    b_q = tl.load(q + i * stride_q + c_k[None, :], mask=mask_k, other=0.0).to(tl.float32)
-    norm_q = tl.rsqrt(tl.sum(b_q * b_q, axis=1) + eps)
-    b_q *= norm_q[:, None]
+    d_g = sum_rows(b_k * d_k * norm_k, i > j, DT) + (overlap * exp2(total, PTX))[None, :]
+    b_q, norm_q = load_rows(q, i * stride_q + c_k[None, :], mask_k, eps)
     d_q *= start * scale
     k_start *= start
     d_k -= k_start
-    d_later = b_q * d_q - b_k * k_start
+    d_later = b_q * d_q * norm_q - b_k * k_start * norm_k
     # A pair of rows inside the chunk enters d_later at both its rows with opposite signs. The same rounded factors
     # stand in both places, so that they cancel in the sum over later rows instead of leaving their rounding errors.
     for level in tl.static_range(1 if NARROW else 3):
@@ -175,7 +171,8 @@ def chunk_backward_kernel(
             zero = tl.zeros((C, C), DT)
             l_lower, l_lower_t = tl.where(pairs, d_lower, zero), tl.where(pairs_t, d_lower_t, zero)
             l_attn, l_attn_t = tl.where(pairs, d_attn, zero), tl.where(pairs_t, d_attn_t, zero)
-        k_up, k_down, q_up = (b_k * up).to(DT), (b_k * down).to(DT), (b_q * (up * scale)).to(DT)
+        k_up, k_down = (b_k * up * norm_k).to(DT), (b_k * down * norm_k).to(DT)
+        q_up = (b_q * up * (norm_q * scale)).to(DT)
         within = tl.dot(l_lower, k_down, input_precision="ieee")
         d_later += k_up.to(tl.float32) * within
         d_k += up * within
@@ -188,9 +185,9 @@ def chunk_backward_kernel(
         d_k += down * within
 
     grads = first * (H * K) + i_h * K + i * (H * K) + c_k[None, :]
-    out = norm_q[:, None] * (d_q - b_q * tl.sum(b_q * d_q, axis=1)[:, None])
+    out = norm_q * (d_q - b_q * (norm_q * norm_q * tl.sum(b_q * d_q, axis=1)[:, None]))
     tl.store(dq + grads, out.to(dq.dtype.element_ty), mask=mask_k)
-    out = norm_k[:, None] * (d_k - b_k * tl.sum(b_k * d_k, axis=1)[:, None])
+    out = norm_k * (d_k - b_k * (norm_k * norm_k * tl.sum(b_k * d_k, axis=1)[:, None]))
     tl.store(dk + grads, out.to(dk.dtype.element_ty), mask=mask_k)
 
     d_g += sum_rows(d_later, i <= j, DT)

@@ -17,8 +17,6 @@ Inside a chunk the pairwise decays 2^(G_i - G_j) are factored as `up_i * down_j`
 No offset depends on a row after the ones it serves, so a later token cannot change a bit of an earlier result.
 """
 
-import functools
-
 import torch
 
 from . import triton_tools as tools
@@ -138,10 +136,14 @@ def unit_lower_inverse(lower, i, j, C: tl.constexpr, IT: tl.constexpr):
 
 
 @triton.jit
-def load_unit_rows(x, offsets, mask, eps):
-    """Rows of x at `offsets` [C, K], L2-normalised, float32."""
+def load_rows(x, offsets, mask, eps):
+    """Rows of x at `offsets` [C, K] in float32, and the factors [C, 1] that normalise them.
+
+    Multiply by the factors last: Triton moves the rows into the layout of the products in whatever type they have
+    before the first multiplication, and the narrow type of memory halves the traffic of shared memory.
+    """
     rows = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-    return rows * tl.rsqrt(tl.sum(rows * rows, axis=1) + eps)[:, None]
+    return rows, tl.rsqrt(tl.sum(rows * rows, axis=1) + eps)[:, None]
 
 
 @triton.jit
@@ -179,22 +181,24 @@ def prepare_kernel(
     tl.store(decay_out + chunk * K + c_k, exp2(total, PTX), mask=in_k)
     b_beta = tl.load(beta + first * stride_beta + i_h + r * stride_beta, mask=real, other=0.0).to(tl.float32)
     b_beta = tl.where(real, sigmoid(b_beta, PTX), 0.0)
-    b_k = load_unit_rows(k, i * stride_k + c_k[None, :], mask_k, eps)
+    b_k, norm_k = load_rows(k, i * stride_k + c_k[None, :], mask_k, eps)
     if NARROW:
         up, down = level_factors(b_g, i, j, 0, True, DT, PTX)
-        k_up = (b_k * up).to(DT)
-        k_down = b_k * down
+        k_up = (b_k * up * norm_k).to(DT)
+        k_down = b_k * down * norm_k
         tl.store(work + 2 * C * K + tile, (k_down * shifted_exp2(total, DT, PTX)[None, :]).to(DT), mask=in_tile)
         columns = tl.trans(k_down.to(DT))
         lower = tl.where(i > j, tl.dot(k_up, columns, input_precision="ieee"), 0.0)
-        b_q = load_unit_rows(q, i * stride_q + c_k[None, :], mask_k, eps)
-        q_up = (b_q * scale * up).to(DT)
+        b_q, norm_q = load_rows(q, i * stride_q + c_k[None, :], mask_k, eps)
+        q_up = (b_q * up * (norm_q * scale)).to(DT)
         attn = tl.where(i >= j, tl.dot(q_up, columns, input_precision="ieee"), 0.0)
         back = tl.exp2(-OFFSET)
         k_start = k_up
         tl.store(work + C * K + tile, q_up * back.to(DT), mask=in_tile)
     else:
-        b_q = scale * load_unit_rows(q, i * stride_q + c_k[None, :], mask_k, eps)
+        b_q, norm_q = load_rows(q, i * stride_q + c_k[None, :], mask_k, eps)
+        b_q *= norm_q * scale
+        b_k *= norm_k
         lower = tl.zeros((C, C), tl.float32)
         attn = tl.zeros((C, C), tl.float32)
         for level in tl.static_range(3):
@@ -371,7 +375,7 @@ def prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlen
         length, q.stride(1), k.stride(1), v.stride(1), g.stride(1), beta.stride(1), scale, lower_bound or 0.0, eps,
         heads, key_size, value_size, tools.block(key_size), tools.block(value_size), CHUNK, operand, inverse_type,
         lower_bound is not None, is_narrow(lower_bound), cu_seqlens is not None, for_backward, tools.USE_PTX,
-        num_warps=4 if key_size <= 128 else 8, num_stages=1,
+        num_warps=2 if key_size <= 128 else 4, num_stages=1,
     )  # fmt: skip
     return work, decay, inverse, lower
 
@@ -385,18 +389,14 @@ def scan_stages(dtype: torch.dtype) -> int:
     return 1 if dtype == torch.float32 else 3
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def segments_of(sequences: int, heads: int, length: int, value_size: int, device: torch.device) -> int:
-    """Into how many parts to cut every sequence so that the scan fills the device; 1 where it does, or is short."""
+    """Into how many parts to cut every sequence so that the scan fills the device; 1 where that does not pay.
+
+    Below 1024 steps (32768 tokens) folding the parts costs more than the idle multiprocessors.
+    """
     programs = sequences * heads * triton.cdiv(value_size, 64)
-    steps = triton.cdiv(length, CHUNK)
-    if 2 * programs > _multiprocessors(device):
-        return 1
-    return max(1, min(2 * _multiprocessors(device) // programs, steps // 64))
+    room = 2 * tools.multiprocessors(device) // programs
+    return room if room > 1 and triton.cdiv(length, CHUNK) >= 1024 else 1
 
 
 def _entry_states(work, decay, value_size, initial_state, blocks, length, segments, steps):

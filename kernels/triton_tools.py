@@ -1,5 +1,6 @@
 """What the Triton kernels share: fast exponentials, and where they can run."""
 
+import functools
 import os
 
 import torch
@@ -35,6 +36,11 @@ def reciprocal(x, PTX: tl.constexpr):
 @triton.jit
 def sigmoid(x, PTX: tl.constexpr):
     return reciprocal(1.0 + exp2(x * -LOG2E, PTX), PTX)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def block(size: int) -> int:
