@@ -110,8 +110,10 @@ def chunk_backward_kernel(
     d_right_t = tl.dot(b_du, b_inv, input_precision="ieee").to(DT)
     d_lower = tl.where(i > j, -tl.dot(d_right.to(DT), b_u, input_precision="ieee"), 0.0)
     d_lower_t = tl.where(i < j, -tl.dot(tl.trans(b_u), d_right_t, input_precision="ieee"), 0.0)
-    d_attn = tl.where(i >= j, tl.dot(b_do, b_u, input_precision="ieee"), 0.0).to(DT)
-    d_attn_t = tl.where(i <= j, tl.dot(tl.trans(b_u), tl.trans(b_do), input_precision="ieee"), 0.0).to(DT)
+    d_attn = tl.dot(b_do, b_u, input_precision="ieee")
+    d_own = tl.sum(tl.where(i == j, d_attn, 0.0), axis=1)[:, None]  # a row with itself: no decay lies between
+    d_attn = tl.where(i > j, d_attn, 0.0).to(DT)
+    d_attn_t = tl.where(i < j, tl.dot(tl.trans(b_u), tl.trans(b_do), input_precision="ieee"), 0.0).to(DT)
     # By the logit of beta: beta cancels, so that a beta of zero needs no division.
     right = tl.trans(b_u).to(tl.float32) + tl.dot(b_low, tl.trans(b_u), input_precision="ieee")
     b_dbeta = sigmoid(-logit, PTX) * (tl.sum(d_right * right, axis=1) + tl.sum(d_lower * b_low.to(tl.float32), axis=1))
@@ -159,8 +161,9 @@ def chunk_backward_kernel(
     b_q, norm_q = load_rows(q, i * stride_q + c_k[None, :], mask_k, eps)
     d_q *= start * scale
     k_start *= start
-    d_k -= k_start
     d_later = b_q * d_q * norm_q - b_k * k_start * norm_k
+    d_q += b_k * (norm_k * d_own * scale)
+    d_k += b_q * (norm_q * d_own * scale) - k_start
     # A pair of rows inside the chunk enters d_later at both its rows with opposite signs. The same rounded factors
     # stand in both places, so that they cancel in the sum over later rows instead of leaving their rounding errors.
     for level in tl.static_range(1 if NARROW else 3):

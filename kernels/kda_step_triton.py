@@ -1,8 +1,8 @@
 """One or a few tokens of a KDA layer from its projections to the gated norm, in one Triton kernel.
 
 A program owns one head of one sequence: it reads a slice of the state once, runs the tokens, and writes the slice once,
-so the traffic is the state's. State and tails may be written in place, and nothing depends on a host value but the shapes, so
-the launch can be captured in a CUDA graph.
+so the traffic is the state's. State and tails may be written in place, and nothing depends on a host value but the
+shapes, so the launch can be captured in a CUDA graph.
 """
 
 import torch
