@@ -70,7 +70,7 @@ def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> To
         position_ids: [B, T] or None; a document starts where a position does not follow that of the real token before.
         cu_seq_lens: [N + 1] offsets of documents in a packed row (B = 1), or None.
         embeds: [B, T, hidden].
-        cache: while a cache holds tokens, positions are not read as documents.
+        cache: once it holds tokens, rows go on and documents are refused.
     """
     batch, length, _ = embeds.shape
     device = embeds.device
@@ -111,9 +111,10 @@ def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> To
 def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cache):
     """[B, T] True where a document starts, None when no row holds more than one."""
     held = cache.get_seq_length() if cache is not None else 0
-    if isinstance(held, torch.Tensor) or held > 0:
-        if cu_seq_lens is not None:
-            raise ValueError("cu_seq_lens_q describes packed documents, which cannot continue a cache")
+    continuing = isinstance(held, torch.Tensor) or held > 0  # a static cache counts in a tensor once it holds tokens
+    if continuing and cu_seq_lens is not None:
+        raise ValueError("cu_seq_lens_q describes packed documents, which cannot continue a cache")
+    if continuing and torch.compiler.is_compiling():  # no value may be read on the host
         return None
     starts = torch.zeros(batch, length, dtype=torch.bool, device=device)
     if cu_seq_lens is not None:
@@ -143,5 +144,7 @@ def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cac
     starts[:, 0] = False
     if not starts.any():
         return None
+    if continuing:
+        raise ValueError("position_ids restart as in packed documents, which cannot continue a cache")
     starts[:, 0] = True
     return starts

@@ -325,7 +325,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         collected = {name: () for name, wanted in collect.items() if wanted}
         partial, blocks = inputs_embeds, ()
         finite = [torch.isfinite(inputs_embeds).all()] if self.check_finite else None
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # lowered while a draft exits early
             entering = partial
             partial, read, weights, logits = layer(
                 partial,
@@ -461,6 +461,9 @@ class KimiK3GenerationMixin(GenerationMixin):
         return F.pad(attention_mask, (0, cache.get_max_length() - attention_mask.shape[1]))
 
     def _assisted_decoding(self, input_ids, *args, **kwargs):
+        if kwargs.get("inputs_embeds") is not None:
+            # transformers would verify the first draft against a forward that did not see it
+            raise ValueError("assisted decoding starts from input_ids: leave inputs_embeds out")
         cache = kwargs.get(CACHE_ARGUMENT)
         if cache is not None:
             if cache.get_seq_length() > 0:
@@ -469,14 +472,40 @@ class KimiK3GenerationMixin(GenerationMixin):
         return super()._assisted_decoding(input_ids, *args, **kwargs)
 
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
-        cache = model_kwargs.get(CACHE_ARGUMENT)
-        held = 0 if cache is None else int(cache.get_seq_length())
-        if held and model_kwargs.get("inputs_embeds") is None and input_ids.shape[1] <= held:
+        cache, embeds = model_kwargs.get(CACHE_ARGUMENT), model_kwargs.get("inputs_embeds")
+        mask, chunk = model_kwargs.get("attention_mask"), generation_config.prefill_chunk_size
+        if embeds is not None and chunk is not None:
+            raise ValueError("prefill_chunk_size splits input_ids: leave it out with inputs_embeds")
+        if cache is None or embeds is not None:
+            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        held, given = int(cache.get_seq_length()), input_ids.shape[1]
+        # the newest transformers drops a mask of ones and remembers its length
+        columns = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", given)
+        only_new = held > 0 and columns == held + given
+        if held and not only_new and (columns != given or given <= held):
             raise ValueError(
-                f"the cache holds {held} tokens: generate needs all of them and at least one new one, got "
-                f"{input_ids.shape[1]}"
+                f"the cache holds {held} tokens and {given} ids came with a mask of {columns} columns: generate needs "
+                "the mask of all tokens, and the ids of all of them with at least one new one, or of the new ones only"
             )
+        if chunk is not None:
+            # All but the last chunk: the oldest transformers forgets what a cache holds when it splits a prompt itself.
+            new = input_ids if only_new else input_ids[:, held:]
+            fed = (new.shape[1] - 1) // chunk * chunk
+            for start in range(0, fed, chunk):
+                seen = held + start + chunk
+                part = {**model_kwargs, "attention_mask": None if mask is None else mask[:, :seen]}
+                if (positions := model_kwargs.get("position_ids")) is not None:
+                    part["position_ids"] = positions[..., seen - chunk : seen]
+                self(**self.prepare_inputs_for_generation(new[:, start : start + chunk], **part))
+            generation_config = copy.copy(generation_config)
+            generation_config.prefill_chunk_size = None
+            input_ids = new[:, fed:] if only_new else input_ids
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError(
+            "continuous batching keeps keys and values in pages and has no place for recurrent states: use generate"
+        )
 
 
 class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
