@@ -9,6 +9,7 @@ transformers reads the text of this file to learn what a model supports. The rou
 import copy
 import dataclasses
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -138,6 +139,30 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         # Saving reverses the model's own conversions, not those that happened to be used (and never the prefix).
         model._weight_conversions = model._conversions()
         return result
+
+    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+        """As in torch; tensors named and shaped as in a saved folder, which `Trainer` reads to resume, are converted.
+
+        Without this they would be refused, or with strict=False skipped: a file has one tensor an expert, say.
+        """
+        own = self.state_dict()
+        if any(name not in own or tensor.shape != own[name].shape for name, tensor in state_dict.items()):
+            read, report = type(self).from_pretrained(
+                None,
+                state_dict=dict(state_dict),
+                config=copy.deepcopy(self.config),
+                dtype=self.dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+            if not (report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]):
+                state_dict = read.state_dict()
+            elif any(re.search(r"\.experts\.\d+\.", name) for name in state_dict):
+                raise ValueError(
+                    "load_state_dict reads a saved folder whole, and here a part of it is missing: save with one shard "
+                    "(max_shard_size), or load with from_pretrained"
+                )
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
         """transformers' `save_pretrained`, and beside the weights the code that reads them, `kernels/` included."""
@@ -390,13 +415,18 @@ class KimiK3Model(KimiK3PreTrainedModel):
 
 
 def _packed_offsets(kwargs) -> torch.Tensor | None:
-    """Take the packing arguments of the collators out of `kwargs`; the one that names the documents is returned."""
-    if kwargs.pop("seq_idx", None) is not None:
-        raise ValueError("seq_idx is not read: pass cu_seq_lens_q, or position_ids that restart at every document")
+    """Take the packing arguments of the collators out of `kwargs`; the offsets of the documents are returned."""
+    seq_idx = kwargs.pop("seq_idx", None)
     offsets = [kwargs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens_k")]
     for name in ("max_length_q", "max_length_k"):
         kwargs.pop(name, None)
-    return next((given for given in offsets if given is not None), None)
+    offsets = next((given for given in offsets if given is not None), None)
+    if offsets is None and seq_idx is not None:
+        if seq_idx.dim() != 2 or seq_idx.shape[0] != 1:
+            raise ValueError(f"seq_idx numbers the documents of one packed row, but has shape {tuple(seq_idx.shape)}")
+        changes = seq_idx[0].diff().nonzero().flatten() + 1
+        offsets = torch.cat([changes.new_zeros(1), changes, changes.new_tensor([seq_idx.shape[1]])])
+    return offsets
 
 
 def _one_cache(cache, past_key_values) -> HybridCache | None:

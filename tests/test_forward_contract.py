@@ -93,6 +93,7 @@ def packed(names):
         "cu_seq_lens_q": offsets,
         "cu_seq_lens_k": offsets,
         "cu_seqlens": offsets,
+        "seq_idx": torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))[None],
         "max_length_q": max(LENGTHS),
         "max_length_k": max(LENGTHS),
     }
@@ -103,7 +104,9 @@ PACKINGS = [
     ["position_ids"],
     ["cu_seq_lens_q"],
     ["cu_seqlens"],
-    ["position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"],
+    ["cu_seq_lens_k"],
+    ["seq_idx"],
+    ["position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"],
 ]
 
 
@@ -146,7 +149,7 @@ def test_what_cannot_be_read_is_refused(model):
         ({"attention_mask": ones}, "one column for each token"),
         ({"attention_mask": torch.ones(2, 1, 4, 12)}, "must be 2-D"),
         ({"attention_mask": {"full_attention": None}}, "must be 2-D"),
-        ({"seq_idx": torch.zeros(2, 4)}, "seq_idx is not read"),
+        ({"seq_idx": torch.zeros(2, 4)}, "documents of one packed row"),
         ({"use_cache": False}, "would ignore the tokens"),
     ]:
         with pytest.raises(ValueError, match=sentence):
