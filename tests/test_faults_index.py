@@ -10,8 +10,13 @@ from pathlib import Path
 
 SECTIONS = {
     "Loading, versions, dependencies, saving": [1, 3, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 27, 28],
+    "Padding and batches": [30, 31, 32, 34],
+    "Rollback and beams": [35, 36, 37, 38, 40, 41, 42, 44, 45],
+    "State reuse": [46, 47, 48, 49, 50, 51],
+    "Packing": [53, 54, 55, 56, 58, 60],
     "KDA numerics": [26, 62, 63, 64, 66, 68, 69, 70, 71, 73, 74, 75, 76, 77],
     "Hardware reach": [78, 79, 81, 82, 83, 84],
+    "Training, checkpointing, distribution": [96, 97, 98, 100, 101, 102, 104, 105, 107, 108],
     "MXFP4 and conversion": [12, 109, 111, 112, 114, 115, 117, 118, 119, 120],
 }
 
@@ -24,6 +29,9 @@ NO_CASE = {
     66: "offsets are computed by torch, in 64 bits; index arithmetic of our own comes with the GPU kernels",
     78: "there is one implementation, the torch reference, which runs on every device; a choice comes with the kernels",
     82: "no kernel is compiled yet, so none can fail to compile",
+    100: "not built yet: FSDP2 wants one dtype a unit and refuses the float32 A_log and dt_bias of a KDA layer in a "
+    "bf16 model, which need a module of their own; a float32 model can be sharded",
+    101: "the same: no holder module exists for A_log and dt_bias",
     120: "there is no GGUF converter",
 }
 
@@ -47,7 +55,7 @@ def claimed():
 def test_every_report_has_a_case_or_a_reason():
     tests = claimed()
     listed = [number for numbers in SECTIONS.values() for number in numbers]
-    assert len(listed) == len(set(listed)) == 46
+    assert len(listed) == len(set(listed)) == 81
     assert set(NO_CASE) <= set(listed)
     missing = [number for number in listed if number not in tests and number not in NO_CASE]
     assert not missing, f"no test names the reports {missing}, and no reason says why"

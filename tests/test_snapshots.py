@@ -1,5 +1,6 @@
 """State reuse: snapshots, forks, files, and random histories of a cache against documents run alone."""
 
+import copy
 import subprocess
 import sys
 
@@ -206,3 +207,26 @@ def test_a_cache_with_padding_wants_its_mask(model, tmp_path):
         model(tokens(2, 1), attention_mask=torch.cat([mask, mask[:, -1:]], dim=1), **{CACHE: held})
     with pytest.raises(ValueError, match="holds 2 rows, the input has 1"):
         model(tokens(1, 1), attention_mask=torch.ones(1, 11).long(), **{CACHE: cache})
+
+
+@torch.no_grad()
+def test_every_state_stays_on_its_layers_device(model):
+    """Fault 45: layers on two devices, the meta device as the second; no operation of the cache gathers them on one."""
+    with torch.device("meta"):
+        elsewhere = KimiK3ForCausalLM(model.config.text_config)
+    caches = [HybridCache(model.config) for _ in range(2)]
+    for cache, runs in zip(caches, (model, elsewhere), strict=True):
+        runs(tokens(2, 9).to(runs.device), **{CACHE: cache})
+    cache, other = caches
+    devices = ["cpu" if i % 2 else "meta" for i in range(len(cache.layers))]
+    cache.layers = [(cache if device == "cpu" else other).layers[i] for i, device in enumerate(devices)]
+    for operation in (
+        lambda: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.batch_select_indices(torch.tensor([0, 3])),
+        lambda: cache.restore(cache.snapshot()),
+        lambda: cache.layers.__setitem__(slice(None), copy.deepcopy(cache).layers),
+    ):
+        operation()
+        assert [{tensor.device.type for tensor in layer.tensors()} for layer in cache.layers] == [{d} for d in devices]
+        assert cache.get_seq_length() == 9 and cache.batch_size in (2, 4)
