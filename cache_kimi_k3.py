@@ -574,6 +574,17 @@ def model_fingerprint(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+_MASK_MISSING = (
+    "the cache holds padding, so every call needs the attention_mask of all columns; without it the MLA layers would "
+    "read the padding as tokens"
+)
+_MASK_CONTRADICTS = (
+    "the attention_mask contradicts the one under which the cache was filled: what was fed as a token cannot become "
+    "padding, nor the other way round. After a batch in which rows ended before others, start from the whole text "
+    "without a cache"
+)
+
+
 class HybridCache(Cache):
     """Cache of a Kimi K3 model: `KDACacheLayer` and `LatentCacheLayer`, one a decoder layer.
 
@@ -600,7 +611,10 @@ class HybridCache(Cache):
             return LatentCacheLayer(offload) if max_length is None else StaticLatentCacheLayer(max_length)
 
         super().__init__(layers=[layer(layer_type) for layer_type in text_config.layer_types])
-        self.padded = False  # whether some column that was fed is padding: then later calls need the mask too
+        # [B, columns] bool, which of the columns that were fed are tokens; None while all are. With static shapes
+        # [B, max_length], a buffer like those of the layers, of which the first `get_seq_length()` columns count.
+        self.real: torch.Tensor | None = None
+        self.padded = False  # whether padding is known, without reading a value, to have been fed
 
     @property
     def nbytes(self) -> int:
@@ -620,21 +634,99 @@ class HybridCache(Cache):
         """
         forked = copy.copy(self)
         forked.layers = [layer.fork() for layer in self.layers]
+        forked.real = None
+        forked._replace_real(self.real)
         return forked
 
     def restore(self, snapshot: "HybridCache") -> None:
         """Return to the boundary of a snapshot, which stays usable."""
         self.layers = [layer.restored(kept) for layer, kept in zip(self.layers, snapshot.layers, strict=True)]
         self.padded = snapshot.padded
+        self._replace_real(snapshot.real)
 
     def reset(self) -> None:
         super().reset()
         self.padded = False
+        self._replace_real(None)
+
+    def take_mask(self, attention_mask: torch.Tensor | None, padding: bool, embeds: torch.Tensor) -> None:
+        """Before a forward fills the cache: keep which columns are tokens.
+
+        Args:
+            attention_mask: [B, columns of the cache and new ones], or [B, max_length], or None.
+            padding: whether some of the new columns are known to be padding.
+            embeds: [B, T, hidden] of the new columns.
+
+        Raises:
+            ValueError: for a mask that contradicts what was fed. A column read as a token is part of every state.
+        """
+        if attention_mask is None and self.padded:
+            raise ValueError(_MASK_MISSING)
+        if self.is_compileable:
+            self._take_mask_in_place(attention_mask, embeds)
+        elif attention_mask is not None:
+            mask, held = attention_mask.to(torch.bool, copy=True), self.get_seq_length()
+            known = torch.ones_like(mask[:, :held]) if self.real is None else self.real.to(mask.device)
+            if not torch.equal(mask[:, :held], known):
+                raise ValueError(_MASK_CONTRADICTS)
+            if padding or self.padded:
+                self.real = mask
+        self.padded = self.padded or padding
+
+    def _take_mask_in_place(self, attention_mask: torch.Tensor | None, embeds: torch.Tensor) -> None:
+        """`take_mask` with static shapes: a step compares where the mask lies and waits for nothing."""
+        (rows, length), device = embeds.shape[:2], embeds.device
+        held, places = self.get_seq_length(), self.get_max_length()
+        if self.real is None or len(self.real) != rows:
+            with torch.inference_mode(False):
+                self.real = torch.ones(rows, places, dtype=torch.bool, device=device)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.real)
+        elif self.real.device != device:
+            self.real = self.real.to(device)
+        waited = False  # for the token count, to read a mask that grows
+        if attention_mask is None:
+            mask = torch.ones_like(self.real)
+        else:
+            waited = attention_mask.shape[1] != places
+            mask = torch.nn.functional.pad(attention_mask.to(device).bool(), (0, places - attention_mask.shape[1]))
+        if isinstance(held, torch.Tensor):  # else nothing was fed
+            said = _MASK_MISSING if attention_mask is None else _MASK_CONTRADICTS
+            agrees = ((mask == self.real) | (torch.arange(places, device=device) >= held.to(device))).all()
+            if torch.compiler.is_compiling() or (length == 1 and not waited):
+                torch._assert_async(agrees, said)
+            elif not agrees:
+                raise ValueError(said)
+        self.real.copy_(mask)
+
+    def _replace_real(self, real: torch.Tensor | None) -> None:
+        """With static shapes a copy, in the buffer that is there; before the first token its values do not count."""
+        if not self.is_compileable:
+            self.real = real
+        elif real is not None and self.real is not None and real.shape == self.real.shape:
+            self.real.copy_(real)
+        elif real is not None:
+            with torch.inference_mode(False):
+                self.real = real.clone()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.real is not None:
+            self._replace_real(self.real.index_select(0, indices.to(self.real.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.real is not None:
+            self._replace_real(self.real.repeat_interleave(repeats, dim=0))
 
     def to(self, device) -> "HybridCache":
         """Move every layer, in place. (A model on several devices fills each layer on that layer's device.)"""
         for layer in self.layers:
             layer.to(device)
+        self.real = None if self.real is None else self.real.to(device)
         return self
 
     def save(self, path: str | os.PathLike, model: torch.nn.Module) -> None:
@@ -652,11 +744,13 @@ class HybridCache(Cache):
             for i, layer in enumerate(self.layers)
             for name, tensor in zip(layer.tensor_names, layer.tensors(), strict=True)
         }
+        tokens = int(self.get_seq_length())
+        if self.real is not None and not (real := self.real[:, :tokens]).all():
+            tensors["real"] = real.contiguous()
         metadata = {
-            "format": "kimi-k3 HybridCache 1",
-            "tokens": str(int(self.get_seq_length())),
+            "format": "kimi-k3 HybridCache 2",
+            "tokens": str(tokens),
             "fingerprint": model_fingerprint(model),
-            "padded": str(self.padded),
         }
         save_file(tensors, path, metadata=metadata)
 
@@ -673,12 +767,13 @@ class HybridCache(Cache):
         device = next(model.parameters()).device if device is None else device
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != "kimi-k3 HybridCache 1":
+            if metadata.get("format") != "kimi-k3 HybridCache 2":
                 raise ValueError(f"{path} is not a saved HybridCache")
             if metadata["fingerprint"] != model_fingerprint(model):
                 raise ValueError(f"{path} was saved with another model: its states mean nothing to this one")
             cache = cls(model.config)
-            cache.padded = metadata["padded"] == "True"
+            cache.real = file.get_tensor("real") if "real" in file.keys() else None
+            cache.padded = cache.real is not None
             for i, layer in enumerate(cache.layers):
                 tensors = [file.get_tensor(f"layers.{i}.{name}") for name in layer.tensor_names]
                 layer.load(tensors, int(metadata["tokens"]))
@@ -696,6 +791,8 @@ class HybridCache(Cache):
         # KDA layers first, in both senses: they are the ones that can refuse, and all of them recorded the same span.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, LatentCacheLayer)):
             layer.crop(tokens_to_remove)
+        if self.real is not None and not self.is_compileable:
+            self.real = self.real[:, : self.get_seq_length()]
 
 
 __all__ = ["HybridCache", "KDACacheLayer", "LatentCacheLayer"]

@@ -42,7 +42,7 @@ from .layers_kimi_k3 import (
     attn_res,
     mxfp4,
 )
-from .layout_kimi_k3 import token_layout
+from .layout_kimi_k3 import TokenLayout, token_layout
 from .vision_kimi_k3 import KimiK3PositionTable, KimiK3Projector, KimiK3VisionTower
 
 logger = logging.get_logger(__name__)
@@ -319,7 +319,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             logger.warning_once("gradient checkpointing recomputes the forward, so no cache is built")
             use_cache = False
         if cache is not None:
-            self._check_cache(cache, attention_mask, layout, *inputs_embeds.shape[:2])
+            self._check_cache(cache, *inputs_embeds.shape[:2])
             if cache.is_compileable and self.config._attn_implementation not in ("eager", "sdpa"):
                 raise ValueError(
                     f"attn_implementation={self.config._attn_implementation!r} cannot read the part of a static cache "
@@ -327,7 +327,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
                 )
         if use_cache and cache is None and not packed:
             cache = HybridCache(self.config)
-            cache.padded = layout is not None
+        if use_cache and cache is not None:
+            cache.take_mask(attention_mask, isinstance(layout, TokenLayout), inputs_embeds)
 
         collect = {
             "hidden_states": self.config.output_hidden_states if output_hidden_states is None else output_hidden_states,
@@ -383,7 +384,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         )
 
     @staticmethod
-    def _check_cache(cache, attention_mask, layout, rows: int, length: int) -> None:
+    def _check_cache(cache, rows: int, length: int) -> None:
         places, seen = cache.get_max_length(), cache.get_seq_length() + length
         if places > 0:
             full = f"this static cache has room for {places} tokens and this forward needs more: raise its max_length"
@@ -397,12 +398,6 @@ class KimiK3Model(KimiK3PreTrainedModel):
                 f"the cache holds {held} rows, the input has {rows}: cache.batch_repeat_interleave(n) or "
                 "cache.batch_select_indices(rows) fit it"
             )
-        if cache.padded and attention_mask is None:
-            raise ValueError(
-                "the cache holds padding, so every call needs the attention_mask of all columns; without it the MLA "
-                "layers would read the padding as tokens"
-            )
-        cache.padded = cache.padded or layout is not None
 
     def _raise_where_not_finite(self, finite: list[bool]) -> None:
         """`finite` says it of the embedding, of the stream after every layer, and of the normed output."""

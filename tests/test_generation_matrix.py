@@ -251,6 +251,22 @@ def test_two_turns_on_a_returned_cache(model, name, mode):
         assert torch.equal(text[:, 2 - NEW :], wanted)
 
 
+def test_the_second_turn_of_a_batch_whose_rows_ended_apart(model):
+    """Padding lies in the middle then. On the cache of the first turn, which read it as tokens, that is refused."""
+    ids, mask = SHAPES["left-padded"].padded()
+    settings = {**NO_EOS, "max_new_tokens": 8, "do_sample": False}
+    ending = {**settings, "eos_token_id": list(range(3, 20)), "return_dict_in_generate": True}
+    first = model.generate(ids, attention_mask=mask, **ending)
+    said = (first.sequences[:, ids.shape[1] :] != 0).long()
+    assert said.sum(1).unique().numel() > 1
+    turn = torch.stack([tokens(4, row) for row in range(3)])
+    both, both_mask = torch.cat([first.sequences, turn], 1), torch.cat([mask, said, torch.ones_like(turn)], 1)
+    rows = [text[real.bool()] for text, real in zip(both, both_mask, strict=True)]
+    assert torch.equal(model.generate(both, attention_mask=both_mask, **settings)[:, -8:], greedy(model, rows, 8))
+    with pytest.raises(ValueError, match="rows ended before others"):
+        model.generate(both, attention_mask=both_mask, **{CACHE: first[CACHE]}, **settings)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64, 500])
 @pytest.mark.parametrize("kind", ["dynamic", "continued", "new-ids-only"])
 @pytest.mark.parametrize("name", ["one", "left-padded", "chunk-plus-1"])

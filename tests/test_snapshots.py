@@ -195,7 +195,7 @@ def test_random_histories_equal_each_document_alone(shape, data):
 
 @torch.no_grad()
 def test_a_cache_with_padding_wants_its_mask(model, tmp_path):
-    """The mask is not in the cache; MLA would read the padding as tokens."""
+    """Without the mask MLA would read the padding as tokens."""
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, :4] = 0
     cache = HybridCache(model.config)
@@ -230,3 +230,37 @@ def test_every_state_stays_on_its_layers_device(model):
         operation()
         assert [{tensor.device.type for tensor in layer.tensors()} for layer in cache.layers] == [{d} for d in devices]
         assert cache.get_seq_length() == 9 and cache.batch_size in (2, 4)
+
+
+@torch.no_grad()
+def test_what_was_fed_as_a_token_cannot_become_padding(model, tmp_path):
+    """The states hold it; also for rows taken from a batch, after a crop, and from a file."""
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    cache = HybridCache(model.config)
+    cache.activate_past_recording()
+    model(tokens(2, 9), attention_mask=mask, **{CACHE: cache})
+    cache.save(tmp_path / "cache.safetensors", model)
+    plain = filled(model, tokens(2, 9))
+    selected, repeated, cropped = (copy.deepcopy(cache) for _ in range(3))
+    selected.reorder_cache(torch.tensor([1, 0]))
+    selected.batch_select_indices(torch.tensor([1, 1]))
+    repeated.batch_repeat_interleave(2)
+    cropped.crop(-2)
+    for held, fed in [
+        (cache, mask),
+        (HybridCache.load(tmp_path / "cache.safetensors", model), mask),
+        (selected, mask[[0, 0]]),
+        (repeated, mask[[0, 0, 1, 1]]),
+        (cropped, mask[:, :7]),
+        (plain, torch.ones_like(mask)),
+    ]:
+        ids = tokens(len(fed), 2)
+        for column in (1, 6):
+            other = torch.nn.functional.pad(fed, (0, 2), value=1)
+            other[0, column] = 1 - other[0, column]
+            with pytest.raises(ValueError, match="contradicts the one under which the cache was filled"):
+                model(ids, attention_mask=other, **{CACHE: held})
+        model(ids, attention_mask=torch.nn.functional.pad(fed, (0, 2), value=1), **{CACHE: held})
+    cache.reset()
+    model(tokens(1, 3), **{CACHE: cache})

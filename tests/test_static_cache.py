@@ -38,7 +38,8 @@ def generate(model, ids, mask, **kwargs):
 
 
 def addresses(cache):
-    return [buffer.data_ptr() for layer in cache.layers for buffer in (*layer.buffers, layer.seq_length)]
+    buffers = [buffer for layer in cache.layers for buffer in (*layer.buffers, layer.seq_length)]
+    return [buffer.data_ptr() for buffer in (*buffers, cache.real)]
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "middle"])
@@ -140,9 +141,88 @@ def test_operations_keep_the_addresses(model):
     assert addresses(cache) == before
     other = copy.deepcopy(cache)
     other.batch_repeat_interleave(2)
-    assert other.batch_size == 4 and cache.batch_size == 2
+    assert other.batch_size == 4 and cache.batch_size == 2 and len(other.real) == 4
     repeated = model(ids[:, :1].repeat_interleave(2, 0), **{CACHE: other}).logits
     torch.testing.assert_close(repeated, following.repeat_interleave(2, 0), **CLOSE)
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["one column a place", "one column a token"])
+@torch.no_grad()
+def test_what_was_fed_as_a_token_cannot_become_padding(model, wide, tmp_path):
+    """The states hold it; also in single steps, after every operation of the cache, and from a file."""
+    ids, places, mask = tokens(2, 30), 40, torch.zeros(2, 40, dtype=torch.long)
+    mask[:, :30] = 1
+    mask[0, :4], mask[1, 13] = 0, 0
+    cache, empty = HybridCache(model.config, max_length=places), HybridCache(model.config, max_length=places)
+    for start, stop in ((0, 12), (12, 13), (13, 14), (14, 20)):
+        model(ids[:, start:stop], attention_mask=mask, **{CACHE: cache})
+    cache.save(tmp_path / "cache.safetensors", model)
+    selected, repeated, restored = (copy.deepcopy(cache) for _ in range(3))
+    selected.reorder_cache(torch.tensor([1, 0]))
+    repeated.batch_repeat_interleave(2)
+    kept = restored.snapshot()
+    model(ids[:, 20:22], attention_mask=mask, **{CACHE: restored})
+    restored.restore(kept)
+    empty.restore(kept)
+    for held, order in [
+        (cache, [0, 1]),
+        (HybridCache.load(tmp_path / "cache.safetensors", model), [0, 1]),
+        (selected, [1, 0]),
+        (repeated, [0, 0, 1, 1]),
+        (restored, [0, 1]),
+        (empty, [0, 1]),
+    ]:
+        before, static = held.get_seq_length() + 0, held.is_compileable
+        for length in (1, 3):
+            seen = mask[order] if wide and static else mask[order, : 20 + length]
+            step = length == 1 and wide and static
+            for column in (1, 13, 19):
+                other = seen.clone()
+                other[0, column] = 1 - other[0, column]
+                with pytest.raises(RuntimeError if step else ValueError, match="contradicts the one under which"):
+                    model(ids[order, 20 : 20 + length], attention_mask=other, **{CACHE: held})
+            with pytest.raises(ValueError, match="holds padding"):
+                model(ids[order, 20 : 20 + length], **{CACHE: held})
+            assert held.get_seq_length() == before
+        output = model(ids[order, 20:23], attention_mask=seen, **{CACHE: held})
+        torch.testing.assert_close(
+            output.logits, model(ids[order, :23], attention_mask=mask[order, :23]).logits[:, 20:], **CLOSE
+        )
+    cache.reset()
+    model(tokens(1, 3), **{CACHE: cache})
+
+
+@torch.no_grad()
+def test_padding_that_came_in_a_step_wants_its_mask(model):
+    """Nobody has read its value, so the next step asserts it where it lies; compiled too, and a longer piece raises."""
+    ids, mask = tokens(2, 16), torch.ones(2, 20, dtype=torch.long)
+    mask[1, 11] = 0
+    for step in (model, torch.compile(model, fullgraph=True, backend="eager")):
+        torch._dynamo.reset()
+        cache = HybridCache(model.config, max_length=20)
+        model(ids[:, :10], **{CACHE: cache})
+        for t in (10, 11):
+            step(ids[:, t : t + 1], attention_mask=mask, **{CACHE: cache})
+        with pytest.raises(RuntimeError, match="holds padding"):
+            step(ids[:, 12:13], **{CACHE: cache})
+        with pytest.raises(ValueError, match="holds padding"):
+            model(ids[:, 12:15], **{CACHE: cache})
+        step(ids[:, 12:13], attention_mask=mask, **{CACHE: cache})
+
+
+def test_the_second_turn_of_a_batch_whose_rows_ended_apart(model):
+    """As for the growing cache: on the cache of the first turn, which read the padding as tokens, it is refused."""
+    ids, mask, cache = tokens(2, PROMPT), mask_of("left"), HybridCache(model.config, max_length=80)
+    plain = generate(model, ids, mask)[:, PROMPT:]
+    settings = {"eos_token_id": int(plain[0, 2]), "pad_token_id": 0, "min_new_tokens": None}
+    first = generate(model, ids, mask, **{CACHE: cache}, **settings)
+    said = (first[:, PROMPT:] != 0).long()
+    assert said.sum(1).unique().numel() > 1
+    turn = tokens(2, 4, 1)
+    both = torch.cat([first, turn], dim=1)
+    both_mask = torch.cat([mask, said, torch.ones_like(turn)], dim=1)
+    with pytest.raises(ValueError, match="rows ended before others"):
+        generate(model, both, both_mask, **{CACHE: cache})
 
 
 def test_static_cache_crosses_inference_mode_and_is_saved(model, tmp_path):
