@@ -315,7 +315,10 @@ class KimiK3Model(KimiK3PreTrainedModel):
             raise ValueError("packed documents cannot share a cache: it holds one state for each row")
         if self.gradient_checkpointing and self.training and use_cache:
             if cache is not None:
-                raise ValueError("gradient checkpointing recomputes the forward, so it cannot go with a cache")
+                raise ValueError(
+                    "gradient checkpointing recomputes the forward, so it cannot go with a cache: call model.eval() "
+                    "before generate"
+                )
             logger.warning_once("gradient checkpointing recomputes the forward, so no cache is built")
             use_cache = False
         if cache is not None:

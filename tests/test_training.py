@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 
@@ -293,3 +294,29 @@ def test_random_packings_equal_each_document_alone(data):
         (expected * weight[row : row + 1, columns]).sum().backward()
         torch.testing.assert_close(logits[row, columns], expected[0], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(embeds.grad[row, columns], alone.grad[0], atol=1e-3, rtol=1e-3)
+
+
+def test_generating_while_checkpointing_wants_eval():
+    """transformers would take the cache away from each layer: a text without states."""
+    model, ids = build().train(), tokens(1, 9)
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match=r"call model.eval\(\) before generate"):
+        model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.eval().generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+def test_adapters_resume(tmp_path):
+    """LoRA on every linear layer through `Trainer`, stopped and resumed, packed documents: bit for bit."""
+
+    def adapted(seed):
+        base = build()
+        torch.manual_seed(seed)
+        return get_peft_model(base, LoraConfig(target_modules="all-linear", r=2))
+
+    whole, resumed = adapted(1), adapted(2)
+    losses = train(whole, tmp_path, "position-ids")
+    again = train(resumed, tmp_path, "position-ids", resume=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(losses, again)
+    for (name, weight), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(weight, other), name
