@@ -24,8 +24,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 # `kernels/` is out of reach of the remote-code loader's relative imports (layers_kimi_k3.py lists its files).
-kda = importlib.import_module(".kernels.kda", __package__)
-short_conv = importlib.import_module(".kernels.short_conv", __package__)
+kda_step = importlib.import_module(".kernels.kda_step", __package__)
 
 # A latent buffer grows by a quarter, so that appending a token does not copy the whole cache every time.
 _GROWTH, _GRANULE = 1.25, 64
@@ -47,27 +46,28 @@ class ProjectedInputs:
     """What one forward fed to a KDA layer, enough to advance a state again: real tokens only, row after row.
 
     Attributes:
-        projected: q, k and v before the convolution, each [n, P].
-        inputs: k [n, H, K], v [n, H, V], g [n, H, K], beta [n, H], as the recurrence takes them.
+        tokens: q, k, v before the convolution and the logits of decay and beta, each [n, P].
+        weights: of the convolutions and the gate, as `kda_step.advance` takes them.
         rows, columns: [n] batch row and column (counted from the start of the forward) of every token.
         length: columns of the forward.
     """
 
-    projected: tuple[torch.Tensor, ...]
-    inputs: tuple[torch.Tensor, ...]
+    tokens: tuple[torch.Tensor, ...]
+    weights: tuple
     rows: torch.Tensor
     columns: torch.Tensor
     length: int
 
+    def _map(self, function) -> "ProjectedInputs":
+        tokens = tuple(function(x) for x in self.tokens)
+        return ProjectedInputs(tokens, self.weights, function(self.rows), function(self.columns), self.length)
+
     def select(self, index: torch.Tensor) -> "ProjectedInputs":
         """The tokens at `index` (positions or a mask), copied, so that the others can be freed."""
-        return ProjectedInputs(
-            tuple(x[index] for x in self.projected),
-            tuple(x[index] for x in self.inputs),
-            self.rows[index],
-            self.columns[index],
-            self.length,
-        )
+        return self._map(lambda x: x[index])
+
+    def to(self, device) -> "ProjectedInputs":
+        return self._map(lambda x: x.to(device))
 
     def of_rows(self, indices: list[int]) -> "ProjectedInputs":
         """The same for a batch that consists of the given rows."""
@@ -76,19 +76,21 @@ class ProjectedInputs:
         part.rows = torch.cat([torch.full_like(place, row) for row, place in enumerate(places)])
         return part
 
-    def to(self, device) -> "ProjectedInputs":
-        return ProjectedInputs(
-            tuple(x.to(device) for x in self.projected),
-            tuple(x.to(device) for x in self.inputs),
-            self.rows.to(device),
-            self.columns.to(device),
-            self.length,
-        )
-
     def without_first(self, columns: int) -> "ProjectedInputs":
         part = self.select(self.columns >= columns)
         part.columns, part.length = part.columns - columns, self.length - columns
         return part
+
+    def advance(self, columns: int, tails, state, batch: int):
+        """(tails, state) after the tokens in the first `columns` columns; computed where the weights lie."""
+        home, device = self.rows.device, self.weights[1].device
+        part = self.select(self.columns < columns).to(device)
+        cu_seqlens = torch.nn.functional.pad(torch.bincount(part.rows, minlength=batch).cumsum(0), (1, 0))
+        tokens = tuple(x[None] for x in part.tokens)
+        if state is not None:
+            tails, state = tuple(tail.to(device) for tail in tails), state.to(device)
+        tails, state = kda_step.advance(tokens[:3], tokens[3:], *self.weights, tails, state, cu_seqlens)
+        return tuple(tail.to(home) for tail in tails), state.to(home)
 
 
 class _StateLayer(CacheLayerMixin):
@@ -166,10 +168,11 @@ class KDACacheLayer(_StateLayer):
     """
 
     tensor_names = KDA_TENSORS
+    writes_in_place = False
 
-    def __init__(self, conv_width: int, offload: bool = False):
+    def __init__(self, offload: bool = False):
         super().__init__()
-        self.conv_width, self.offload = conv_width, offload
+        self.offload = offload
         self.conv_tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.recurrent_state: torch.Tensor | None = None
         self.record_past = False
@@ -191,12 +194,13 @@ class KDACacheLayer(_StateLayer):
             return None, None
         return tuple(_usable(tail, device) for tail in self.conv_tails), _usable(self.recurrent_state, device)
 
-    def record(self, projected, inputs, order, batch: int, length: int) -> None:
+    def record(self, projected, logits, weights, order, batch: int, length: int) -> None:
         """Keep the inputs of a forward before its state is stored.
 
         Args:
-            projected: q, k, v before the convolution, [B, T, P], or [1, n, P] of the real tokens.
-            inputs: k, v, g, beta of the recurrence, shaped alike.
+            projected, logits: q, k, v before the convolution, and of decay and beta; [B, T, P], or [1, n, P] of the
+                real tokens.
+            weights: as `kda_step.advance` takes them.
             order: [n] flat indices of the real tokens in [B, T], None when all are.
         """
         home = _home(self.offload, projected[0].device)
@@ -204,8 +208,8 @@ class KDACacheLayer(_StateLayer):
             self._boundary = self.read(home)
         flat = torch.arange(batch * length, device=projected[0].device) if order is None else order
         part = ProjectedInputs(
-            tuple(x.detach().flatten(0, 1) for x in projected),
-            tuple(x.detach().flatten(0, 1) for x in inputs),
+            tuple(x.detach().flatten(0, 1) for x in (*projected, *logits)),
+            (tuple(x.detach() for x in weights[0]), *(x.detach() for x in weights[1:3]), weights[3]),
             flat // length,
             flat % length,
             length,
@@ -241,17 +245,7 @@ class KDACacheLayer(_StateLayer):
         """(conv_tails, recurrent_state) `columns` recorded columns after the boundary."""
         tails, state = self._boundary
         for part in self._recorded:
-            kept = part.columns < columns
-            counts = torch.bincount(part.rows[kept], minlength=batch)
-            cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-            k, v, g, beta = (x[kept][None] for x in part.inputs)
-            _, state = kda.chunk_kda(k, k, v, g, beta, initial_state=state, cu_seqlens=cu_seqlens)
-            if tails is None:
-                tails = tuple(x.new_zeros(batch, self.conv_width - 1, x.shape[-1]) for x in part.projected)
-            tails = tuple(
-                short_conv.advance_tail(x[kept][None], tail, self.conv_width, cu_seqlens)
-                for x, tail in zip(part.projected, tails, strict=True)
-            )
+            tails, state = part.advance(columns, tails, state, batch)
             columns -= part.length
             if columns <= 0:
                 break
@@ -295,7 +289,7 @@ class KDACacheLayer(_StateLayer):
 
     def reset(self) -> None:
         recording = self.record_past, self.recorded_columns
-        self.__init__(self.conv_width, self.offload)
+        self.__init__(self.offload)
         self.record_past, self.recorded_columns = recording
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -502,6 +496,7 @@ class StaticKDACacheLayer(_StaticLayer):
     """State of one KDA layer, written in place: three tails [B, W - 1, P] and the state [B, H, K, V] float32."""
 
     tensor_names = KDA_TENSORS
+    writes_in_place = True
     record_past = False
 
     def read(self, device) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:
@@ -515,6 +510,8 @@ class StaticKDACacheLayer(_StaticLayer):
         if not self.is_initialized:
             self._reserve(*((tensor.shape, tensor.dtype, tensor.device) for tensor in new))
         for buffer, tensor in zip(self.buffers, new, strict=True):
+            if tensor is buffer:  # the layer has written it in place
+                continue
             if real is not None:
                 tensor = torch.where(real.view(-1, *[1] * (buffer.dim() - 1)), tensor, buffer)
             buffer.copy_(tensor)
@@ -603,11 +600,10 @@ class HybridCache(Cache):
         if max_length is not None and offload:
             raise ValueError("max_length and offload exclude each other: a static buffer must not move")
         text_config = config.get_text_config(decoder=True)
-        width = text_config.linear_attn_config["short_conv_kernel_size"]
 
         def layer(layer_type):
             if layer_type == "linear_attention":
-                return KDACacheLayer(width, offload) if max_length is None else StaticKDACacheLayer(max_length)
+                return KDACacheLayer(offload) if max_length is None else StaticKDACacheLayer(max_length)
             return LatentCacheLayer(offload) if max_length is None else StaticLatentCacheLayer(max_length)
 
         super().__init__(layers=[layer(layer_type) for layer_type in text_config.layer_types])

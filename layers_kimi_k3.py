@@ -43,8 +43,8 @@ def _kernel(name):
     return importlib.import_module(f".kernels.{name}", __package__)
 
 
-attn_res, experts_op, kda, mxfp4, short_conv, situ = map(
-    _kernel, ("attn_res", "experts", "kda", "mxfp4", "short_conv", "situ")
+attn_res, experts_op, kda, kda_step, mxfp4, short_conv, situ = map(
+    _kernel, ("attn_res", "experts", "kda", "kda_step", "mxfp4", "short_conv", "situ")
 )
 
 # The latent norms of MLA keep the default of the official module, not `rms_norm_eps` (docs/design.md, disputed facts).
@@ -90,20 +90,21 @@ class KimiK3RMSNormGated(nn.Module):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x and gate [..., V], of one dtype."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight.to(wide.dtype) * torch.sigmoid(gate.to(wide.dtype))).to(x.dtype)
+        return kda_step.gated_rms_norm(x, gate, self.weight, self.eps)
 
 
 class KimiK3ShortConvolution(nn.Module):
-    """Weights of one causal depthwise convolution, [channels, 1, width] as in the checkpoint."""
+    """Weight of one causal depthwise convolution, [channels, 1, width] as in the checkpoint.
+
+    Called for it, so that offloading hooks act; the convolution belongs to the fused operations.
+    """
 
     def __init__(self, channels: int, width: int, dtype: torch.dtype):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width, dtype=dtype))
 
-    def forward(self, x, tail=None, cu_seqlens=None):
-        return short_conv.short_conv(x, self.weight, tail, cu_seqlens)
+    def forward(self) -> torch.Tensor:
+        return self.weight
 
 
 class KimiK3DeltaAttention(nn.Module):
@@ -148,37 +149,44 @@ class KimiK3DeltaAttention(nn.Module):
             kept_rows, layout = {"real": layout.real}, None
         x, cu_seqlens = (hidden_states, None) if layout is None else (layout.take(hidden_states), layout.cu_seqlens)
 
-        recorded = []  # inputs of the convolutions, kept only while the cache records
-        convolved, new_tails = [], []
-        for name, tail in zip("qkv", tails or (None, None, None), strict=True):
-            projected = getattr(self, f"{name}_proj")(x)
-            out, new_tail = getattr(self, f"{name}_conv1d")(projected, tail, cu_seqlens)
-            convolved.append(out)
-            new_tails.append(new_tail)
-            if state is not None and state.record_past:
-                recorded.append(projected)
-        q, k, v = convolved
-        heads = (*x.shape[:2], self.num_heads, self.head_dim)
-        decay, beta = self.f_b_proj(self.f_a_proj(x)).view(heads), self.b_proj(x)
-        with full_precision(x.device):
-            inputs = (
-                kda.l2norm(q.view(heads)),
-                kda.l2norm(k.view(heads)),
-                v.view(heads),
-                kda.kda_gate(decay, self.A_log, self.dt_bias, self.lower_bound),
-                torch.sigmoid(beta.to(torch.promote_types(beta.dtype, torch.float32))),
-            )
-            if length == 1 and layout is None:
-                out, recurrent = kda.recurrent_kda(*inputs, initial_state=recurrent)
-            else:
-                out, recurrent = kda.chunk_kda(*inputs, initial_state=recurrent, cu_seqlens=cu_seqlens)
-        if state is not None:
-            if state.record_past:
-                state.record(recorded, inputs[1:], layout.order if layout is not None else None, batch, length)
-            state.store(new_tails, recurrent, length, **kept_rows)
-
+        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        logits = self.f_b_proj(self.f_a_proj(x)), self.b_proj(x)
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        out = self.o_norm(out.to(q.dtype), gate.view(heads)).flatten(-2)
+        conv_weights = self.q_conv1d(), self.k_conv1d(), self.v_conv1d()
+        weights = conv_weights, self.A_log, self.dt_bias, self.lower_bound
+        if state is not None and state.record_past:
+            state.record(projected, logits, weights, layout.order if layout is not None else None, batch, length)
+        with full_precision(x.device):
+            # An offloaded norm has its weight only while it is called.
+            few = tails is not None and layout is None and length <= kda_step.MAX_TOKENS
+            if few and not self.o_norm.weight.is_meta:
+                out, new_tails, recurrent = kda_step.kda_step(
+                    *projected,
+                    *logits,
+                    gate,
+                    tails,
+                    *weights,
+                    self.o_norm.weight,
+                    recurrent,
+                    self.o_norm.eps,
+                    in_place=state.writes_in_place and not kept_rows,
+                )
+            else:
+                convolved, new_tails = zip(
+                    *(
+                        short_conv.short_conv(u, weight, tail, cu_seqlens)
+                        for u, weight, tail in zip(projected, conv_weights, tails or (None, None, None), strict=True)
+                    ),
+                    strict=True,
+                )
+                heads = (*x.shape[:2], self.num_heads, self.head_dim)
+                q, k, v, decay = (u.view(heads) for u in (*convolved, logits[0]))
+                out, recurrent = kda.fused_kda(
+                    q, k, v, decay, logits[1], *weights[1:], initial_state=recurrent, cu_seqlens=cu_seqlens
+                )
+                out = self.o_norm(out, gate.view(heads)).flatten(-2)
+        if state is not None:
+            state.store(new_tails, recurrent, length, **kept_rows)
         if layout is not None:
             out = layout.put_back(out, batch, length)
         return self.o_proj(out)

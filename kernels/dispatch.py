@@ -41,6 +41,11 @@ def triton_refusal(*tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> str |
     return reason
 
 
+def needs_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd will want a backward pass of what is computed from these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 @functools.cache
 def _device_refusal(device: torch.device) -> str | None:
     if not _HAS_TRITON:

@@ -107,7 +107,7 @@ def fused_kda(
         _check_state(initial_state, (sequences, q.shape[2], q.shape[3], v.shape[3]))
         q, k, v, g, beta = (_token_rows(x) for x in (q, k, v, g, beta))
         arguments = (q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
-        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
+        if dispatch.needs_grad(q, k, v, g, beta, A_log, dt_bias, initial_state):
             return _FusedKDA.apply(*arguments)
         return _forward_kernels(*arguments)
     state_dtype = working_dtype(q) if initial_state is None else initial_state.dtype

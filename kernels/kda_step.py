@@ -20,6 +20,38 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     return (wide * weight.to(wide.dtype) * torch.sigmoid(gate.to(wide.dtype))).to(x.dtype)
 
 
+def advance(
+    projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    logits: tuple[torch.Tensor, torch.Tensor],
+    conv_weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    lower_bound: float | None,
+    tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Tails and states after the tokens of N packed sequences, without outputs.
+
+    Args:
+        projected: query, key and value before the convolution, [1, n, H * K or V].
+        logits: of the decay [1, n, H * K] and of beta [1, n, H].
+        conv_weights, A_log, dt_bias, lower_bound: as `kda_step` takes them.
+        tails, state: before the tokens, [N, W - 1, H * K or V] and [N, H, K, V]; None for zeros.
+        cu_seqlens: [N + 1].
+    """
+    convolved, new_tails = zip(
+        *(
+            short_conv.short_conv(x, weight, tail, cu_seqlens)
+            for x, weight, tail in zip(projected, conv_weights, tails or (None, None, None), strict=True)
+        ),
+        strict=True,
+    )
+    _, k, v = (x.unflatten(-1, (len(A_log), -1)) for x in convolved)
+    decay = logits[0].view_as(k)
+    return new_tails, kda.fused_kda(k, k, v, decay, logits[1], A_log, dt_bias, lower_bound, state, cu_seqlens)[1]
+
+
 def kda_step(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -52,8 +84,10 @@ def kda_step(
     Returns:
         out [B, T, H * V] in the dtype of q, the new tails, the new state in the dtype of `state`.
     """
-    refusal = dispatch.triton_refusal(q, k, v, g, beta, gate, state, A_log, norm_weight, sizes=state.shape[2:])
-    if refusal is None and all(x.stride(-1) == 1 for x in (q, k, v, g, beta, gate)):
+    inputs = (q, k, v, g, beta, gate)
+    tensors = (*inputs, *tails, *conv_weights, A_log, dt_bias, norm_weight, state)
+    refused = dispatch.needs_grad(*tensors) or dispatch.triton_refusal(*tensors, sizes=state.shape[2:])
+    if not refused and all(x.stride(-1) == 1 for x in inputs):
         from . import kda_step_triton
 
         return kda_step_triton.step(
