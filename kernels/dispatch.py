@@ -6,6 +6,7 @@ import logging
 import os
 
 import torch
+from torch.utils._triton import has_triton
 
 logger = logging.getLogger(__name__)
 
@@ -14,6 +15,8 @@ MAX_SIZE = 256
 # Set to False (or start with KIMI_K3_TRITON=0) to run the torch references everywhere.
 use_triton = os.environ.get("KIMI_K3_TRITON", "1") != "0"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Why a kernel failed to compile, once one has.
+_broken: list[str] = []
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -23,11 +26,11 @@ def triton_refusal(*tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> str |
     On a GPU every reason is logged once: there, running without the kernels is a surprise.
     """
     device = tensors[0].device
-    if device.type != "cuda":
+    if device.type in ("cpu", "meta"):
         return f"the tensors are on {device.type}"
     if not use_triton:
         return "use_triton is False"
-    reason = _device_refusal(device)
+    reason = _broken[0] if _broken else _device_refusal(device)
     if reason is None:
         if not all(x.dtype in _TYPES for x in tensors):
             found = ", ".join(sorted({str(x.dtype) for x in tensors}))
@@ -46,11 +49,30 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def run_kernels(function, *arguments):
+    """What the Triton `function` returns; None when a kernel does not compile here, and then never again is tried.
+
+    Compilation comes before any launch of a kernel, so the arguments are as they were.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:
+        # Triton raises its own classes, and a plain RuntimeError where its pass manager gives up.
+        if not type(error).__module__.startswith("triton") and "PassManager" not in str(error):
+            raise
+        _broken.append(f"a kernel does not compile here: {type(error).__name__}: {str(error).strip()[-300:]}")
+        _tell(_broken[0])
+        return None
+
+
 @functools.cache
 def _device_refusal(device: torch.device) -> str | None:
     if not _HAS_TRITON:
         return "the package triton is not installed (pip install triton)"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+    if not has_triton():
+        return f"Triton has no backend for {torch.get_device_module(device).get_device_name(device)}"
+    capability = torch.get_device_module(device).get_device_capability(device)
+    if torch.version.hip is None and isinstance(capability, tuple) and capability < (8, 0):
         return "the GPU is older than compute capability 8.0, which has no bfloat16 products"
     return None
 

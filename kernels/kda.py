@@ -102,14 +102,19 @@ def fused_kda(
     """
     _check_shapes(q, k, v, g, beta, cu_seqlens)
     states = () if initial_state is None else (initial_state,)
+    arguments = (q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
     if dispatch.triton_refusal(q, k, v, g, beta, A_log, dt_bias, *states, sizes=(q.shape[-1], v.shape[-1])) is None:
         sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         _check_state(initial_state, (sequences, q.shape[2], q.shape[3], v.shape[3]))
-        q, k, v, g, beta = (_token_rows(x) for x in (q, k, v, g, beta))
-        arguments = (q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
-        if dispatch.needs_grad(q, k, v, g, beta, A_log, dt_bias, initial_state):
-            return _FusedKDA.apply(*arguments)
-        return _forward_kernels(*arguments)
+        function = _FusedKDA.apply if dispatch.needs_grad(*arguments[:7], initial_state) else _forward_kernels
+        results = dispatch.run_kernels(function, *map(_token_rows, arguments[:5]), *arguments[5:])
+        if results is not None:
+            return results
+    return _composed(*arguments)
+
+
+def _composed(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens):
+    """`fused_kda` of the functions of this file."""
     state_dtype = working_dtype(q) if initial_state is None else initial_state.dtype
     inputs = (
         l2norm(q),
@@ -154,11 +159,25 @@ class _FusedKDA(torch.autograd.Function):
         d_out = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if d_out is None else d_out.contiguous()
         d_final = None if d_final is None else d_final.contiguous()
         initial_state = None if initial_state is None else initial_state.contiguous()
-        *grads, d_initial = kda_backward_triton.backward(
-            q, k, v, g, beta, A_log, dt_bias, ctx.lower_bound, q.shape[-1] ** -0.5, L2_EPS, initial_state, cu_seqlens,
-            d_out, d_final,
-        )  # fmt: skip
-        return *grads, None, d_initial, None
+        grads = dispatch.run_kernels(
+            kda_backward_triton.backward,
+            *(q, k, v, g, beta, A_log, dt_bias, ctx.lower_bound, q.shape[-1] ** -0.5, L2_EPS),
+            *(initial_state, cu_seqlens, d_out, d_final),
+        )
+        if grads is None:
+            tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+            grads = _composed_gradients(tensors, ctx.lower_bound, cu_seqlens, d_out, d_final)
+        return *grads[:7], None, grads[7], None
+
+
+def _composed_gradients(tensors, lower_bound, cu_seqlens, d_out, d_final):
+    """Gradients of the eight tensors (None for no initial state) through `_composed`."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
+    with torch.enable_grad():
+        out, final = _composed(*leaves[:7], lower_bound, leaves[7], cu_seqlens)
+        outputs, seeds = ([out], [d_out]) if d_final is None else ([out, final], [d_out, d_final])
+        found = iter(torch.autograd.grad(outputs, [x for x in leaves if x is not None], seeds))
+    return [None if x is None else next(found) for x in leaves]
 
 
 def _token_rows(x: torch.Tensor) -> torch.Tensor:

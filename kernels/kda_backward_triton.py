@@ -13,7 +13,7 @@ triton, tl = tools.triton, tools.tl
 exp2, sigmoid = tools.exp2, tools.sigmoid
 LOG2E, OFFSET = tools.LOG2E, forward_pass.OFFSET
 locate, sequence, tile_size = forward_pass.locate, forward_pass.sequence, forward_pass.tile_size
-log2_decay = forward_pass.log2_decay
+columns_head_sequence, log2_decay = forward_pass.columns_head_sequence, forward_pass.log2_decay
 sum_rows, shifted_exp2, load_rows = forward_pass.sum_rows, forward_pass.shifted_exp2, forward_pass.load_rows
 level_pairs, level_factors = forward_pass.level_pairs, forward_pass.level_factors
 CHUNK = forward_pass.CHUNK
@@ -27,7 +27,7 @@ def scan_backward_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of U, of the state after every chunk, and of the initial state; transposed as in the forward scan."""
-    i_v, i_h, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_v, i_h, i_n = columns_head_sequence(H, tl.cdiv(V, BV))
     first, length, block = sequence(i_n, T, cu_seqlens, block_offsets, C, VARLEN)
     c_k, c_v, r = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
     in_k, in_v, in_c = c_k < K, c_v < V, r >= 0
@@ -74,7 +74,7 @@ def chunk_backward_kernel(
     C: tl.constexpr, DT: tl.constexpr, BOUNDED: tl.constexpr, NARROW: tl.constexpr, VARLEN: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    i_h, i_c = tl.program_id(0), tl.program_id(1)
+    i_h, i_c = tl.program_id(0) % H, tl.program_id(0) // H
     n, first, end = locate(i_c, T, cu_seqlens, block_offsets, block_seq, C, VARLEN)
     chunk = i_c.to(tl.int64) * H + i_h
     r, c_k, c_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
@@ -229,7 +229,7 @@ def backward(
     block_k, block_v = tools.block(key_size), tools.block(value_size)
     columns, operand = forward_pass.value_block(value_size, q.dtype), tools.operand_types(q.dtype)[0]
     varlen, stages = cu_seqlens is not None, forward_pass.scan_stages(q.dtype)
-    grid = (triton.cdiv(value_size, columns), heads, blocks.sequences)
+    grid = (triton.cdiv(value_size, columns) * heads * blocks.sequences,)
     states = torch.empty(blocks.count, heads, value_size, key_size, device=q.device, dtype=work.dtype)
     updated = torch.empty(blocks.count, heads, value_size, CHUNK, device=q.device, dtype=work.dtype)
     forward_pass.scan_kernel[grid](
@@ -251,7 +251,7 @@ def backward(
     dq, dk, dv, dg, dbeta = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta))
     d_rate = torch.empty(blocks.count, heads, device=q.device)
     d_bias = torch.empty(blocks.count, heads, key_size, device=q.device)
-    chunk_backward_kernel[(heads, blocks.count)](
+    chunk_backward_kernel[(heads * blocks.count,)](
         q, k, g, beta, A_log, dt_bias, cu_seqlens, blocks.offsets, blocks.sequence,
         inverse, lower, updated, states, d_out, du, dstates, dq, dk, dv, dg, dbeta, d_rate, d_bias,
         length, q.stride(1), k.stride(1), g.stride(1), beta.stride(1), scale, lower_bound or 0.0, eps,

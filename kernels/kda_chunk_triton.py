@@ -66,6 +66,13 @@ def sequence(n, T, cu_seqlens, block_offsets, C: tl.constexpr, VARLEN: tl.conste
 
 
 @triton.jit
+def columns_head_sequence(H, parts):
+    """Of a program of a scan. One axis holds them all, because the others end at 65535."""
+    pid = tl.program_id(0)
+    return pid % parts, pid // parts % H, pid // (parts * H)
+
+
+@triton.jit
 def log2_decay(x, rate, bias, lower_bound, BOUNDED: tl.constexpr, PTX: tl.constexpr):
     """The gate: log2-decay of the logits x [C, K]; rate = exp(A_log), bias [K]."""
     if BOUNDED:
@@ -155,7 +162,7 @@ def prepare_kernel(
     C: tl.constexpr, DT: tl.constexpr, IT: tl.constexpr,
     BOUNDED: tl.constexpr, NARROW: tl.constexpr, VARLEN: tl.constexpr, FOR_BACKWARD: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    i_h, i_c = tl.program_id(0), tl.program_id(1)
+    i_h, i_c = tl.program_id(0) % H, tl.program_id(0) // H
     n, first, end = locate(i_c, T, cu_seqlens, block_offsets, block_seq, C, VARLEN)
     if n < 0:
         return
@@ -240,7 +247,7 @@ def transition_kernel(
     The columns of the offset [K, V] follow from the zero state, those of the transition [K, K] from the identity
     without values; a program has some columns of either.
     """
-    i_v, i_h, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_v, i_h, i_s = columns_head_sequence(H, tl.cdiv(V, BV) + tl.cdiv(K, BV))
     n, segment = i_s // SEGMENTS, i_s % SEGMENTS
     blocks = tl.cdiv(T, C)
     steps = tl.minimum(STEPS, blocks - segment * STEPS)
@@ -282,7 +289,7 @@ def scan_kernel(
     SEGMENTS: tl.constexpr, FOR_BACKWARD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Outputs and final states; for the backward pass instead the state before every chunk, and U."""
-    i_v, i_h, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_v, i_h, i_n = columns_head_sequence(H, tl.cdiv(V, BV))
     first, length, block = sequence(i_n // SEGMENTS, T, cu_seqlens, block_offsets, C, VARLEN)
     if SEGMENTS > 1:
         skipped = (i_n % SEGMENTS) * segment_steps
@@ -370,7 +377,7 @@ def prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlen
     inverse = lower = None
     if for_backward:
         inverse, lower = torch.empty(2, blocks.count, heads, CHUNK, CHUNK, device=q.device, dtype=stored)
-    prepare_kernel[(heads, blocks.count)](
+    prepare_kernel[(heads * blocks.count,)](
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, blocks.offsets, blocks.sequence, work, decay, inverse, lower,
         length, q.stride(1), k.stride(1), v.stride(1), g.stride(1), beta.stride(1), scale, lower_bound or 0.0, eps,
         heads, key_size, value_size, tools.block(key_size), tools.block(value_size), CHUNK, operand, inverse_type,
@@ -405,8 +412,8 @@ def _entry_states(work, decay, value_size, initial_state, blocks, length, segmen
     columns = value_block(value_size, work.dtype)
     shape = (blocks.sequences, segments, heads, key_size)
     transition, offset = (torch.empty(*shape, x, device=work.device) for x in (key_size, value_size))
-    grid = (triton.cdiv(value_size, columns) + triton.cdiv(key_size, columns), heads, blocks.sequences * segments)
-    transition_kernel[grid](
+    parts = triton.cdiv(value_size, columns) + triton.cdiv(key_size, columns)
+    transition_kernel[(parts * heads * blocks.sequences * segments,)](
         work, decay, transition, offset, length,
         heads, key_size, value_size, tools.block(key_size), columns, CHUNK, tools.operand_types(work.dtype)[0],
         segments, steps, scan_stages(work.dtype), num_warps=4,
@@ -450,7 +457,7 @@ def forward(
         entry = _entry_states(work, decay, value_size, initial_state, blocks, length, segments, steps)
         last = torch.empty_like(entry)
     columns = value_block(value_size, q.dtype)
-    scan_kernel[(triton.cdiv(value_size, columns), heads, blocks.sequences * segments)](
+    scan_kernel[(triton.cdiv(value_size, columns) * heads * blocks.sequences * segments,)](
         work, decay, entry, out, last, checkpoints, None, None, cu_seqlens, blocks.offsets,
         checkpoint_offsets, length, steps,
         heads, key_size, value_size, tools.block(key_size), columns, CHUNK, tools.operand_types(q.dtype)[0],

@@ -90,10 +90,13 @@ def kda_step(
     if not refused and all(x.stride(-1) == 1 for x in inputs):
         from . import kda_step_triton
 
-        return kda_step_triton.step(
-            q, k, v, g, beta, gate, tails, conv_weights, A_log, dt_bias, lower_bound, norm_weight, state,
-            state.shape[2] ** -0.5, kda.L2_EPS, norm_eps, in_place,
-        )  # fmt: skip
+        results = dispatch.run_kernels(
+            kda_step_triton.step,
+            *(*inputs, tails, conv_weights, A_log, dt_bias, lower_bound, norm_weight, state),
+            *(state.shape[2] ** -0.5, kda.L2_EPS, norm_eps, in_place),
+        )
+        if results is not None:
+            return results
     convolved, new_tails = zip(
         *(short_conv.short_conv(x, w, tail) for x, w, tail in zip((q, k, v), conv_weights, tails, strict=True)),
         strict=True,

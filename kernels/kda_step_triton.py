@@ -66,7 +66,7 @@ def step_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
     W: tl.constexpr, BOUNDED: tl.constexpr, ONE_TOKEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_h, i_b = tl.program_id(0) % H, (tl.program_id(0) // H).to(tl.int64)
     c_k, c_v = tl.arange(0, BK), tl.arange(0, BV)
     in_k, in_v = c_k < K, c_v < V
     of_k, of_v = i_h * K + c_k, i_h * V + c_v
@@ -139,7 +139,7 @@ def step(
     inputs = (q, k, v, g, beta, gate)
     # A program with a multiprocessor to itself asks for all its state at once.
     columns = block_v if heads * batch <= tools.multiprocessors(q.device) else min(SLICE, block_v)
-    step_kernel[(heads, batch)](
+    step_kernel[(heads * batch,)](
         *inputs, *tails, *conv_weights, A_log, dt_bias, norm_weight, state, out, *new_tails, new_state,
         length, *(x.stride(0) for x in inputs), *(x.stride(1) for x in inputs), scale, lower_bound or 0.0, eps,
         norm_eps,

@@ -34,13 +34,20 @@ def short_conv(
     new_tail = advance_tail(x, tail, width, cu_seqlens)
     # The kernel has no gradient for the tail, which only a cache that is trained through would need.
     if dispatch.triton_refusal(x, weight) is None and not (tail is not None and tail.requires_grad):
-        return _ShortConv.apply(x, weight, tail, cu_seqlens), new_tail
+        y = dispatch.run_kernels(_ShortConv.apply, x, weight, tail, cu_seqlens)
+        if y is not None:
+            return y, new_tail
+    return _composed(x, weight, tail, cu_seqlens), new_tail
+
+
+def _composed(x, weight, tail, cu_seqlens):
+    """y of `short_conv` in torch."""
     accumulate = torch.promote_types(x.dtype, torch.float32)
     taps = weight[:, 0].to(accumulate).t()  # [W, P]
     total = None
-    for window, tap in zip(_windows(x, width, tail, cu_seqlens), taps, strict=True):
+    for window, tap in zip(_windows(x, weight.shape[-1], tail, cu_seqlens), taps, strict=True):
         total = window.to(accumulate) * tap if total is None else torch.addcmul(total, window.to(accumulate), tap)
-    return F.silu(total).to(x.dtype), new_tail
+    return F.silu(total).to(x.dtype)
 
 
 class _ShortConv(torch.autograd.Function):
@@ -62,8 +69,13 @@ class _ShortConv(torch.autograd.Function):
         from . import short_conv_triton
 
         x, weight, tail, cu_seqlens = ctx.saved_tensors
-        dx, dweight = short_conv_triton.backward(x, weight.contiguous(), tail, cu_seqlens, dy.contiguous())
-        return dx, dweight, None, None
+        arguments = (x, weight.contiguous(), tail, cu_seqlens)
+        grads = dispatch.run_kernels(short_conv_triton.backward, *arguments, dy.contiguous())
+        if grads is None:
+            leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            with torch.enable_grad():
+                grads = torch.autograd.grad(_composed(*leaves, tail, cu_seqlens), leaves, dy)
+        return *grads, None, None
 
 
 def advance_tail(

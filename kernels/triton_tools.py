@@ -40,7 +40,9 @@ def sigmoid(x, PTX: tl.constexpr):
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    if device.type == "cpu":  # the interpreter
+        return 1
+    return getattr(torch.get_device_module(device).get_device_properties(device), "multi_processor_count", 64)
 
 
 def block(size: int) -> int:

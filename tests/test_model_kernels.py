@@ -103,7 +103,12 @@ def test_greedy_text_of_a_padded_batch(folder, cache, both_ways):
     ids = random_ids(model, 2, 9)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    options = {"max_new_tokens": 12 if ON_GPU else 3, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    options = {
+        "max_new_tokens": 12 if ON_GPU else 3,
+        "do_sample": False,
+        "cache_implementation": cache,
+        "disable_compile": True,
+    }
     got, expected = both_ways(lambda: model.generate(ids, attention_mask=mask, **options))
     assert torch.equal(got, expected)
 
