@@ -5,11 +5,13 @@ import logging
 import pytest
 import torch
 
-from kimi_k3.kernels import dispatch
+from kimi_k3.kernels import dispatch, kda, kda_step, short_conv
 
 
 class OnGPU:
     """Stands for a tensor on a GPU, of which only type and device are looked at."""
+
+    requires_grad = False
 
     def __init__(self, dtype=torch.bfloat16, index=0):
         self.dtype, self.device = dtype, torch.device("cuda", index)
@@ -18,10 +20,12 @@ class OnGPU:
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     monkeypatch.setattr(dispatch, "_device_refusal", lambda device: None)
+    monkeypatch.setattr(dispatch, "_broken", [])
     dispatch._tell.cache_clear()
 
 
 def test_cpu_tensors_take_the_torch_path_without_a_word(caplog):
+    """Fault 78: Triton or torch is chosen by device, and the choice is told where it could surprise."""
     assert "cpu" in dispatch.triton_refusal(torch.zeros(1))
     assert not caplog.records
 
@@ -48,3 +52,93 @@ def test_a_refusal_names_its_reason_and_is_logged_once(tensors, sizes, reason, c
 def test_the_kernels_can_be_switched_off(monkeypatch):
     monkeypatch.setattr(dispatch, "use_triton", False)
     assert "use_triton" in dispatch.triton_refusal(OnGPU())
+
+
+def triton_error():
+    """An exception as Triton's compiler raises it."""
+    return type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})("no such operation")
+
+
+@pytest.mark.parametrize("error", [triton_error(), RuntimeError("PassManager::run failed")], ids=["class", "message"])
+def test_kernels_that_do_not_compile_leave_the_torch_path(error, monkeypatch, caplog):
+    """Fault 82: forward and backward of every operation fall back, with the reason once and no second attempt."""
+    pytest.importorskip("triton")
+    from kimi_k3.kernels import kda_backward_triton, kda_chunk_triton, kda_step_triton, short_conv_triton
+
+    attempts = []
+
+    def broken(*arguments):
+        attempts.append(1)
+        raise error
+
+    for module, name in (
+        (kda_chunk_triton, "forward"),
+        (kda_backward_triton, "backward"),
+        (kda_step_triton, "step"),
+        (short_conv_triton, "forward"),
+        (short_conv_triton, "backward"),
+    ):
+        monkeypatch.setattr(module, name, broken)
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(1, 5, 2, 16, requires_grad=True) for _ in range(4))
+    beta, A_log, dt_bias = torch.randn(1, 5, 2), torch.randn(2), torch.randn(32)
+    weight = torch.randn(32, 1, 4, requires_grad=True)
+
+    def operations():
+        y, _ = short_conv.short_conv(v.flatten(2), weight)
+        out, state = kda.fused_kda(q, k, y.view_as(v), g, beta, A_log, dt_bias, -5.0)
+        grads = torch.autograd.grad(out.sum() + state.sum(), (q, k, v, g, weight))
+        with torch.no_grad():
+            tails = tuple(torch.ones(1, 3, 32) for _ in range(3))
+            flat = (x.flatten(2) for x in (q, k, v, g))
+            step = kda_step.kda_step(*flat, beta, v.flatten(2), tails, (weight,) * 3, A_log, dt_bias, -5.0,
+                                     torch.ones(16), state, 1e-5)  # fmt: skip
+        return [out, state, *grads, step[0], step[2]]
+
+    expected = operations()
+    assert not attempts
+    really = dispatch.triton_refusal
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): None)  # as if it were never remembered
+    with caplog.at_level(logging.WARNING):
+        got = operations()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    # convolution, KDA and the step, which falls back onto three convolutions and KDA
+    assert len(attempts) == 7
+    assert ["does not compile" in record.getMessage() for record in caplog.records] == [True]
+    assert "does not compile" in really(OnGPU())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs the forward kernels on CPU tensors, in the interpreter")
+def test_a_backward_kernel_alone_that_does_not_compile(monkeypatch):
+    """Fault 82: the forward ran in Triton, the backward pass is composed in torch."""
+    pytest.importorskip("triton")
+    from kimi_k3.kernels import kda_backward_triton, short_conv_triton
+
+    def broken(*arguments):
+        raise triton_error()
+
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(1, 5, 2, 16, requires_grad=True) for _ in range(4))
+    weight, state = torch.randn(32, 1, 4, requires_grad=True), torch.randn(1, 2, 16, 16, requires_grad=True)
+    beta, A_log, dt_bias = torch.randn(1, 5, 2, requires_grad=True), torch.randn(2, requires_grad=True), torch.randn(32)
+
+    def gradients():
+        y, _ = short_conv.short_conv(v.flatten(2), weight)
+        out, final = kda.fused_kda(q, k, y.view_as(v), g, beta, A_log, dt_bias, -5.0, state)
+        return torch.autograd.grad(out.square().sum() + final.sum(), (q, k, v, g, beta, A_log, weight, state))
+
+    expected = gradients()
+    monkeypatch.setattr(kda_backward_triton, "backward", broken)
+    monkeypatch.setattr(short_conv_triton, "backward", broken)
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): None)
+    for a, b in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_an_error_that_is_not_of_the_compiler_is_raised():
+    def out_of_memory():
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        dispatch.run_kernels(out_of_memory)
+    assert not dispatch._broken

@@ -153,6 +153,7 @@ SIZES = [(16, 32), (48, 80), (24, 16), *([(128, 128), (256, 64), (64, 256)] if O
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
 def test_head_sizes(sizes, dtype, bound):
+    """Fault 79: any size to 256, keys and values of different sizes, forward and backward."""
     inputs, options = make_inputs(45, heads=1, key_size=sizes[0], value_size=sizes[1], dtype=dtype)
     assert_matches_oracle(inputs, options, bound)
 
@@ -163,6 +164,22 @@ def test_head_sizes(sizes, dtype, bound):
 def test_full_size_on_a_gpu(gate, seed):
     inputs, options = make_inputs(333, 4, 128, 128, gate, batch=2, seed=seed, dtype=torch.bfloat16)
     assert_matches_oracle(inputs, options, 5e-3)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU with 60 GB: tensors of more than 2^31 elements")
+def test_addresses_past_two_to_the_31():
+    """Fault 66: the last tokens of a huge sequence equal those of a run from the state before them."""
+    length, heads, size, last = 180_000, 96, 128, 96
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(1, length, heads, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    assert q.numel() > 2**31
+    beta = torch.randn(1, length, heads, device=DEVICE, dtype=torch.bfloat16)
+    gate = torch.randn(heads, device=DEVICE), torch.randn(heads * size, device=DEVICE), -5.0
+    whole, state = kda.fused_kda(q, k, v, g, beta, *gate)
+    cut = length - last
+    _, middle = kda.fused_kda(*(x[:, :cut] for x in (q, k, v, g, beta)), *gate)
+    part, final = kda.fused_kda(*(x[:, cut:] for x in (q, k, v, g, beta)), *gate, initial_state=middle)
+    assert torch.equal(part, whole[:, cut:]) and torch.equal(final, state)
 
 
 def test_no_bit_of_an_earlier_result_depends_on_a_later_token():
