@@ -30,6 +30,8 @@ def triton_refusal(*tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> str |
         return f"the tensors are on {device.type}"
     if not use_triton:
         return "use_triton is False"
+    if torch.compiler.is_compiling():
+        return "torch.compile traces the torch path"  # launches would break the graph
     reason = _broken[0] if _broken else _device_refusal(device)
     if reason is None:
         if not all(x.dtype in _TYPES for x in tensors):

@@ -19,10 +19,6 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 FOLDERS = ["k3_dense_flat", "kimi_linear_flat"]
 LENGTH = 300 if ON_GPU else 40
-PRECISIONS = [
-    pytest.param(torch.float32, 1e-4, id="float32"),
-    pytest.param(torch.bfloat16, 3e-2, id="bfloat16", marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU")),
-]
 
 
 @pytest.fixture(params=FOLDERS)
@@ -60,40 +56,59 @@ def random_ids(model, *shape):
     return torch.randint(3, model.config.vocab_size, shape, device=DEVICE)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
 @torch.no_grad()
-def test_prefill_and_padded_batches(folder, dtype, bound, both_ways):
-    model = load(folder, dtype)
-    ids = random_ids(model, 2, LENGTH)
-    mask = torch.ones_like(ids)
-    mask[0, :7] = 0
-    mask[1, -5:] = 0
+def test_prefill_and_padded_batches(folder, both_ways):
+    model = load(folder, torch.float32)
+    ids, mask = random_ids(model, 2, LENGTH), padding(LENGTH)
     for attention_mask in (None, mask):
         got, expected = both_ways(
             lambda attention_mask=attention_mask: model(ids, attention_mask=attention_mask).logits
         )
         real = mask.bool() if attention_mask is not None else slice(None)
-        assert rms_ratio(got[real], expected[real]) < bound
+        assert rms_ratio(got[real], expected[real]) < 1e-4
 
 
-@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
-def test_packed_training_step(folder, dtype, bound, both_ways):
+def padding(length):
+    mask = torch.ones(2, length, dtype=torch.int64, device=DEVICE)
+    mask[0, :7] = 0
+    mask[1, -5:] = 0
+    return mask
+
+
+def training_step(model, ids):
     """Loss and every gradient of two documents in one row."""
-    model = load(folder, dtype).train()
+    positions = torch.cat([torch.arange(13), torch.arange(ids.shape[1] - 13)])[None].to(DEVICE)
+    model.train().zero_grad()
+    loss = model(ids, position_ids=positions, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_packed_training_step(folder, both_ways):
+    model = load(folder, torch.float32)
     ids = random_ids(model, 1, LENGTH)
-    positions = torch.cat([torch.arange(13), torch.arange(LENGTH - 13)])[None].to(DEVICE)
-
-    def step():
-        model.zero_grad()
-        loss = model(ids, position_ids=positions, labels=ids).loss
-        loss.backward()
-        return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    (loss, grads), (expected_loss, expected_grads) = both_ways(step)
-    assert rms_ratio(loss, expected_loss) < bound
+    (loss, grads), (expected_loss, expected_grads) = both_ways(lambda: training_step(model, ids))
+    assert rms_ratio(loss, expected_loss) < 1e-4
     assert grads.keys() == expected_grads.keys()
     for name, grad in grads.items():
-        assert rms_ratio(grad, expected_grads[name]) < 5 * bound, name
+        assert rms_ratio(grad, expected_grads[name]) < 5e-4, name
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU: bfloat16 products are wrong in the interpreter")
+def test_bfloat16_is_as_near_to_float32_as_the_torch_path(data_dir, both_ways):
+    """Logits of a padded batch and gradients of packed documents; dense, so that no rounding moves a token's expert."""
+    folder = data_dir / "k3_dense_flat"
+    truth, model = load(folder, torch.float32), load(folder, torch.bfloat16)
+    ids, mask = random_ids(model, 2, LENGTH), padding(LENGTH)
+    real = mask.bool()
+    with torch.no_grad():
+        expected = truth(ids, attention_mask=mask).logits[real]
+        got, torch_path = both_ways(lambda: model(ids, attention_mask=mask).logits[real])
+    assert rms_ratio(got, expected) < 1.3 * rms_ratio(torch_path, expected)
+    _, expected_grads = training_step(truth, ids[:1])
+    (_, grads), (_, torch_grads) = both_ways(lambda: training_step(model, ids[:1]))
+    for name, expected in expected_grads.items():
+        assert rms_ratio(grads[name], expected) < 1.5 * rms_ratio(torch_grads[name], expected) + 5e-3, name
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -157,9 +172,12 @@ def test_one_graph_under_torch_compile(folder):
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @torch.no_grad()
-def test_a_captured_decode_step(folder):
-    """A static cache's step replayed as a CUDA graph gives the logits of the same steps run one by one."""
-    model = load(folder, torch.float32)
+def test_a_captured_decode_step(data_dir):
+    """A static cache's step replayed as a CUDA graph gives the logits of the same steps run one by one.
+
+    Of a dense model: the experts' torch reference counts tokens on the host.
+    """
+    model = load(data_dir / "k3_dense_flat", torch.float32)
     ids = random_ids(model, 2, 16)
     expected = model(ids).logits
     cache = kimi_k3.HybridCache(model.config, max_length=32)
