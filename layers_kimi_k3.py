@@ -6,6 +6,7 @@ them (`docs/design.md` draws it).
 Files the remote-code loader must carry, in the slash form that its regular expression reads:
 
 from .kernels/attn_res import
+from .kernels/attn_res_triton import
 from .kernels/dispatch import
 from .kernels/experts import
 from .kernels/kda import
@@ -14,6 +15,7 @@ from .kernels/kda_chunk_triton import
 from .kernels/kda_step import
 from .kernels/kda_step_triton import
 from .kernels/mxfp4 import
+from .kernels/norms import
 from .kernels/short_conv import
 from .kernels/short_conv_triton import
 from .kernels/situ import
@@ -43,8 +45,8 @@ def _kernel(name):
     return importlib.import_module(f".kernels.{name}", __package__)
 
 
-attn_res, experts_op, kda, kda_step, mxfp4, short_conv, situ = map(
-    _kernel, ("attn_res", "experts", "kda", "kda_step", "mxfp4", "short_conv", "situ")
+attn_res, experts_op, kda, kda_step, mxfp4, norms, short_conv, situ = map(
+    _kernel, ("attn_res", "experts", "kda", "kda_step", "mxfp4", "norms", "short_conv", "situ")
 )
 
 # The latent norms of MLA keep the default of the official module, not `rms_norm_eps` (docs/design.md, disputed facts).
@@ -72,9 +74,7 @@ class KimiK3RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return norms.rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -90,7 +90,7 @@ class KimiK3RMSNormGated(nn.Module):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x and gate [..., V], of one dtype."""
-        return kda_step.gated_rms_norm(x, gate, self.weight, self.eps)
+        return norms.gated_rms_norm(x, gate, self.weight, self.eps)
 
 
 class KimiK3ShortConvolution(nn.Module):
@@ -553,8 +553,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         Returns:
             the new partial sum, the stream that this layer read, attention weights or None, router logits or None.
         """
-        read = self._mix(blocks, partial, "self_attention") if blocks else partial
-        hidden = self.input_layernorm(read)
+        read, hidden = self._read(blocks, partial, "self_attention", self.input_layernorm)
         weights = None
         if self.is_linear:
             attended = self.self_attn(hidden, cache=cache, layout=layout)
@@ -566,8 +565,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
             blocks, partial = (*blocks, partial), attended
         else:
             partial = partial + attended
-        hidden = self._mix(blocks, partial, "mlp") if self.block_size is not None else partial
-        hidden = self.post_attention_layernorm(hidden)
+        _, hidden = self._read(blocks, partial, "mlp", self.post_attention_layernorm)
         logits = None
         if hasattr(self, "block_sparse_moe"):
             hidden, logits = self.block_sparse_moe(hidden)
@@ -575,6 +573,15 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
             hidden = self.mlp(hidden)
         return partial + hidden, read, weights, logits
 
-    def _mix(self, blocks, partial, sublayer):
+    def _read(self, blocks, partial, sublayer, layernorm):
+        """What a sublayer reads, the mix over depth (without finished blocks the stream itself), and its norm."""
+        if not blocks:
+            return partial, layernorm(partial)
         norm, proj = getattr(self, f"{sublayer}_res_norm"), getattr(self, f"{sublayer}_res_proj")
-        return attn_res.attn_res_mix((*blocks, partial), norm(), proj(), self.eps)
+        sources = (*blocks, partial)
+        # A norm that is offloaded, hooked or replaced acts only when it is called.
+        plain = type(layernorm) is KimiK3RMSNorm and not layernorm.weight.is_meta and not layernorm._forward_hooks
+        if plain and attn_res.is_fused(sources, layernorm.weight):
+            return attn_res.attn_res_mix_norm(sources, norm(), proj(), self.eps, layernorm.weight, layernorm.eps)
+        mixed = attn_res.attn_res_mix(sources, norm(), proj(), self.eps)
+        return mixed, layernorm(mixed)

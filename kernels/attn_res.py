@@ -11,6 +11,17 @@ from collections.abc import Sequence
 
 import torch
 
+from . import dispatch, norms
+
+# The widest row that one program of the Triton kernels holds.
+MAX_WIDTH = 16384
+
+
+def is_fused(sources: Sequence[torch.Tensor], weight: torch.Tensor) -> bool:
+    """Whether the mix of these sources and the norm that follows it run as one Triton kernel."""
+    same = all(source.dtype == sources[-1].dtype for source in sources)
+    return same and sources[0].shape[-1] <= MAX_WIDTH and dispatch.triton_refusal(*sources, weight) is None
+
 
 def attn_res_mix(
     sources: Sequence[torch.Tensor], norm_weight: torch.Tensor, proj_weight: torch.Tensor, eps: float
@@ -26,6 +37,31 @@ def attn_res_mix(
     Returns:
         [..., d] in the dtype of the last source (one rounding at the end).
     """
+    if is_fused(sources, norm_weight):
+        results = _run(sources, norm_weight, proj_weight, eps, None, 0.0)
+        if results is not None:
+            return results[0]
+    return _composed(sources, norm_weight, proj_weight, eps)
+
+
+def attn_res_mix_norm(
+    sources: Sequence[torch.Tensor],
+    norm_weight: torch.Tensor,
+    proj_weight: torch.Tensor,
+    eps: float,
+    out_weight: torch.Tensor,
+    out_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mix, and its RMS norm with `out_weight` [d] and `out_eps` as `norms.rms_norm` computes it."""
+    if is_fused(sources, norm_weight):
+        results = _run(sources, norm_weight, proj_weight, eps, out_weight, out_eps)
+        if results is not None:
+            return results
+    mixed = _composed(sources, norm_weight, proj_weight, eps)
+    return mixed, norms.rms_norm(mixed, out_weight, out_eps)
+
+
+def _composed(sources, norm_weight, proj_weight, eps):
     dtype = torch.promote_types(sources[-1].dtype, torch.float32)
     query = norm_weight.to(dtype) * proj_weight.to(dtype).view(-1)
     scores = []
@@ -38,3 +74,56 @@ def attn_res_mix(
         source = source.to(dtype)
         out = source * weight[..., None] if out is None else torch.addcmul(out, source, weight[..., None])
     return out.to(sources[-1].dtype)
+
+
+def _run(sources, norm_weight, proj_weight, eps, out_weight, out_eps):
+    sources = [source.contiguous() for source in sources]
+    if dispatch.needs_grad(*sources, norm_weight, proj_weight, out_weight):
+        return dispatch.run_kernels(_Mix.apply, eps, out_eps, norm_weight, proj_weight, out_weight, *sources)
+    return dispatch.run_kernels(_forward, sources, norm_weight, proj_weight, eps, out_weight, out_eps)
+
+
+def _forward(sources, norm_weight, proj_weight, eps, out_weight, out_eps):
+    from . import attn_res_triton
+
+    return attn_res_triton.forward(sources, norm_weight, proj_weight, eps, out_weight, out_eps, keep=False)[:2]
+
+
+class _Mix(torch.autograd.Function):
+    """The Triton kernels. The norm's result is not differentiable in its roundings, as nowhere in the model."""
+
+    @staticmethod
+    def forward(ctx, eps, out_eps, norm_weight, proj_weight, out_weight, *sources):
+        from . import attn_res_triton
+
+        mixed, out, scores, inverse_rms = attn_res_triton.forward(
+            sources, norm_weight, proj_weight, eps, out_weight, out_eps, keep=True
+        )
+        ctx.eps, ctx.out_eps = eps, out_eps
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(norm_weight, proj_weight, out_weight, mixed, scores, inverse_rms, *sources)
+        return mixed, out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_mixed, d_out):
+        from . import attn_res_triton
+
+        norm_weight, proj_weight, out_weight, mixed, scores, inverse_rms, *sources = ctx.saved_tensors
+        d_mixed, d_out = (None if x is None else x.contiguous() for x in (d_mixed, d_out))
+        results = dispatch.run_kernels(
+            attn_res_triton.backward,
+            *(sources, norm_weight, proj_weight, out_weight, ctx.out_eps, mixed, scores, inverse_rms, d_mixed, d_out),
+        )
+        if results is not None:
+            grads, d_norm, d_proj, d_weight = results
+            return None, None, d_norm, d_proj, d_weight, *grads
+        leaves = [x.detach().requires_grad_() for x in (norm_weight, proj_weight, *sources)]
+        weight = None if out_weight is None else out_weight.detach().requires_grad_()
+        with torch.enable_grad():
+            again = _composed(leaves[2:], *leaves[:2], ctx.eps)
+            outputs = [again] if weight is None else [again, norms.rms_norm(again, weight, ctx.out_eps)]
+            pairs = [(x, d) for x, d in zip(outputs, (d_mixed, d_out), strict=False) if d is not None]
+            wanted = leaves if d_out is None else [*leaves, weight]
+            d_norm, d_proj, *rest = torch.autograd.grad([x for x, _ in pairs], wanted, [d for _, d in pairs])
+        return None, None, d_norm, d_proj, None if d_out is None else rest.pop(), *rest

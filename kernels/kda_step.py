@@ -7,17 +7,10 @@ unless `in_place`, so that an accepted prefix is committed by running its tokens
 
 import torch
 
-from . import dispatch, kda, short_conv
+from . import dispatch, kda, norms, short_conv
 
 # More tokens than this fill the chunked kernels better than one program a head.
 MAX_TOKENS = 16
-
-
-def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight * sigmoid(gate) over the last dimension: float32, rounded once, to the dtype of x."""
-    wide = x.to(kda.working_dtype(x))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * weight.to(wide.dtype) * torch.sigmoid(gate.to(wide.dtype))).to(x.dtype)
 
 
 def advance(
@@ -104,7 +97,7 @@ def kda_step(
     heads = (*q.shape[:2], state.shape[1], -1)
     q, k, v = (x.view(heads) for x in convolved)
     out, new_state = kda.fused_kda(q, k, v, g.view(heads), beta, A_log, dt_bias, lower_bound, initial_state=state)
-    out = gated_rms_norm(out, gate.view(heads), norm_weight, norm_eps).flatten(2)
+    out = norms.gated_rms_norm(out, gate.view(heads), norm_weight, norm_eps).flatten(2)
     if in_place:
         for old, new in zip((*tails, state), (*new_tails, new_state), strict=True):
             old.copy_(new)

@@ -15,18 +15,20 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kimi_k3.kernels import kda_backward_triton, kda_chunk_triton, kda_step_triton, short_conv_triton
+from kimi_k3.kernels import attn_res_triton, kda_backward_triton, kda_chunk_triton, kda_step_triton, short_conv_triton
 
 backend, architecture, warp = sys.argv[1], sys.argv[2], int(sys.argv[3])
 FLOAT32 = {"A_log", "dt_bias", "decay", "decay_out", "dA_log", "ddt_bias", "state", "new_state", "norm_weight",
-           "weight", "q_weight", "k_weight", "v_weight", "h0", "ht", "dht", "dh0", "transition", "offset", "dweight"}
-NUMBERS = {"scale", "lower_bound", "eps", "norm_eps"}
-COUNTS = {"T", "P", "tokens", "segment_steps"}
+           "weight", "q_weight", "k_weight", "v_weight", "h0", "ht", "dht", "dh0", "transition", "offset", "dweight",
+           "scores", "inverse_rms", "d_query", "d_out_weight"}
+NUMBERS = {"scale", "lower_bound", "eps", "norm_eps", "out_eps"}
+COUNTS = {"T", "P", "tokens", "segment_steps", "rows"}
 COMMON = dict(H=4, K=128, V=128, BK=128, BV=128, C=32, BS=32, DT=tl.bfloat16, IT=tl.float16, W=4, BT=32, BP=128,
               VARLEN=False, cu_seqlens=None, block_offsets=None, block_seq=None, sequence_of=None, HAS_TAIL=True,
               PTX=backend == "cuda", BOUNDED=True, NARROW=True, FOR_BACKWARD=False, inverse_out=None, lower_out=None,
               HAS_H0=True, HAS_DHT=True, EVERY=0, SEGMENTS=1, STEPS=4, STAGES=1 if backend == "hip" else 3,
-              checkpoints=None, checkpoint_offsets=None, ONE_TOKEN=True)
+              checkpoints=None, checkpoint_offsets=None, ONE_TOKEN=True, N=9,
+              D=7168, BD=8192, NORM=True, KEEP=True, HAS_MIXED=True, HAS_OUT=True)
 SOFTPLUS = dict(BOUNDED=False, NARROW=False)
 CASES = [
     (kda_chunk_triton.prepare_kernel, 2, {}),
@@ -38,6 +40,8 @@ CASES = [
     (kda_step_triton.step_kernel, 4, {}),
     (short_conv_triton.conv_kernel, 4, {}),
     (short_conv_triton.conv_backward_kernel, 4, {}),
+    (attn_res_triton.mix_kernel, 8, {}),
+    (attn_res_triton.mix_backward_kernel, 8, {}),
 ]
 for kernel, warps, options in CASES:
     constants = {name: value for name, value in {**COMMON, **options}.items() if name in kernel.arg_names}
@@ -49,12 +53,14 @@ for kernel, warps, options in CASES:
             return "fp32"
         if name in COUNTS or name.startswith(("stride_", "batch_")):
             return "i32"
+        if name in ("sources", "grads"):
+            return ("*bf16",) * constants["N"]
         return "*fp32" if name in FLOAT32 else "*bf16"
 
     signature = {name: type_of(name) for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
-               if signature[name].startswith("*") or name.startswith("stride_")}
+               if str(signature[name]).startswith("*") or name.startswith("stride_")}
     target = GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, warp)
     compiled = triton.compile(ASTSource(kernel, signature, places, aligned), target=target,
                               options={"num_warps": warps, "num_stages": 1})
@@ -72,4 +78,4 @@ def test_every_kernel_compiles(target):
         [sys.executable, "-P", "-c", COMPILE, *target], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 9
+    assert len(done.stdout.splitlines()) == 11

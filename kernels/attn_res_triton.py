@@ -1,0 +1,150 @@
+"""Attention over depth: Triton forward and backward (docs/kernels.md).
+
+A program handles one row (token) at a time with the whole width on chip: every source is read once. The backward pass
+keeps the scores and 1/rms of the forward, recomputes the softmax, and uses <d_out, out> = sum_i p_i <d_out, v_i>, so it
+too reads every source once.
+"""
+
+import torch
+
+from . import triton_tools as tools
+
+triton, tl = tools.triton, tools.tl
+exp2 = tools.exp2
+LOG2E = tools.LOG2E
+
+
+@triton.jit
+def pair_sum(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def mix_kernel(
+    sources, norm_weight, proj_weight, out_weight, mixed, out, scores, inverse_rms, eps, out_eps,
+    N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the sources of one row; then the norm that follows, with the roundings of the model's."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BD)
+    inside = c < D
+    query = tl.load(norm_weight + c, mask=inside, other=0.0).to(tl.float32)
+    query *= tl.load(proj_weight + c, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((BD,), tl.float32)
+    top = -float("inf")
+    denominator = 0.0
+    for i in tl.static_range(N):
+        value = tl.load(sources[i] + row * D + c, mask=inside, other=0.0).to(tl.float32)
+        squares, product = tl.reduce((value * value, value * query), 0, pair_sum)
+        rms = tl.rsqrt(squares / D + eps)
+        score = product * rms
+        new_top = tl.maximum(top, score)
+        kept = exp2((top - new_top) * LOG2E, PTX)
+        weight = exp2((score - new_top) * LOG2E, PTX)
+        total = total * kept + value * weight
+        denominator = denominator * kept + weight
+        top = new_top
+        if KEEP:
+            tl.store(scores + row * N + i, score)
+            tl.store(inverse_rms + row * N + i, rms)
+    total /= denominator
+    rounded = total.to(mixed.dtype.element_ty)
+    tl.store(mixed + row * D + c, rounded, mask=inside)
+    if NORM:
+        value = rounded.to(tl.float32)
+        value *= tl.rsqrt(tl.sum(value * value, axis=0) / D + out_eps)
+        weight = tl.load(out_weight + c, mask=inside, other=0.0)
+        tl.store(out + row * D + c, (value.to(rounded.dtype) * weight).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def mix_backward_kernel(
+    sources, grads, norm_weight, proj_weight, out_weight, mixed, d_mixed, d_out, scores, inverse_rms,
+    d_query, d_out_weight, rows, out_eps,
+    N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HAS_MIXED: tl.constexpr, HAS_OUT: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the sources, and sums over this program's rows for the weights."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    c = tl.arange(0, BD)
+    inside = c < D
+    query = tl.load(norm_weight + c, mask=inside, other=0.0).to(tl.float32)
+    query *= tl.load(proj_weight + c, mask=inside, other=0.0).to(tl.float32)
+    query_sum = tl.zeros((BD,), tl.float32)
+    weight_sum = tl.zeros((BD,), tl.float32)
+    for place in range(program, rows, programs):
+        row = tl.cast(place, tl.int64)
+        value = tl.load(mixed + row * D + c, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.zeros((BD,), tl.float32)
+        if HAS_MIXED:
+            grad += tl.load(d_mixed + row * D + c, mask=inside, other=0.0).to(tl.float32)
+        if HAS_OUT:
+            weight = tl.load(out_weight + c, mask=inside, other=0.0).to(tl.float32)
+            upper = tl.load(d_out + row * D + c, mask=inside, other=0.0).to(tl.float32)
+            rms = tl.rsqrt(tl.sum(value * value, axis=0) / D + out_eps)
+            weight_sum += upper * value * rms
+            upper *= weight
+            grad += rms * (upper - value * (rms * rms * tl.sum(upper * value, axis=0) / D))
+        both = tl.sum(grad * value, axis=0)
+        top = -float("inf")
+        for i in tl.static_range(N):
+            top = tl.maximum(top, tl.load(scores + row * N + i))
+        denominator = 0.0
+        for i in tl.static_range(N):
+            denominator += exp2((tl.load(scores + row * N + i) - top) * LOG2E, PTX)
+        for i in tl.static_range(N):
+            value = tl.load(sources[i] + row * D + c, mask=inside, other=0.0).to(tl.float32)
+            score = tl.load(scores + row * N + i)
+            rms = tl.load(inverse_rms + row * N + i)
+            share = exp2((score - top) * LOG2E, PTX) / denominator
+            d_score = share * (tl.sum(grad * value, axis=0) - both)
+            query_sum += (d_score * rms) * value
+            d_value = share * grad + d_score * (rms * query - (rms * rms * score / D) * value)
+            tl.store(grads[i] + row * D + c, d_value.to(grads[i].dtype.element_ty), mask=inside)
+    tl.store(d_query + program * D + c, query_sum, mask=inside)
+    if HAS_OUT:
+        tl.store(d_out_weight + program * D + c, weight_sum, mask=inside)
+
+
+def _warps(width: int) -> int:
+    return max(1, min(16, triton.next_power_of_2(width) // 1024))
+
+
+def forward(sources, norm_weight, proj_weight, eps, out_weight, out_eps, keep: bool):
+    """-> mixed [..., d], its norm (None without `out_weight`), scores and 1/rms [..., n] float32 (None unless `keep`).
+
+    The sources are contiguous.
+    """
+    shape, count, width = sources[0].shape, len(sources), sources[0].shape[-1]
+    rows = sources[0].numel() // width
+    mixed = torch.empty_like(sources[-1])
+    out = None if out_weight is None else torch.empty_like(mixed)
+    scores = inverse_rms = None
+    if keep:
+        scores, inverse_rms = torch.empty(2, *shape[:-1], count, device=mixed.device, dtype=torch.float32)
+    mix_kernel[(rows,)](
+        tuple(sources), norm_weight, proj_weight, out_weight, mixed, out, scores, inverse_rms, eps, out_eps,
+        count, width, triton.next_power_of_2(width), out_weight is not None, keep, tools.USE_PTX,
+        num_warps=_warps(width),
+    )  # fmt: skip
+    return mixed, out, scores, inverse_rms
+
+
+def backward(sources, norm_weight, proj_weight, out_weight, out_eps, mixed, scores, inverse_rms, d_mixed, d_out):
+    """-> gradients of the sources (a list), of norm_weight, proj_weight and out_weight (None without)."""
+    width = mixed.shape[-1]
+    rows = mixed.numel() // width
+    grads = [torch.empty_like(source) for source in sources]
+    programs = min(rows, 2 * tools.multiprocessors(mixed.device))
+    d_query = torch.empty(programs, width, device=mixed.device, dtype=torch.float32)
+    d_weight = None if d_out is None else torch.empty_like(d_query)
+    mix_backward_kernel[(programs,)](
+        tuple(sources), tuple(grads), norm_weight, proj_weight, out_weight, mixed, d_mixed, d_out, scores, inverse_rms,
+        d_query, d_weight, rows, out_eps,
+        len(sources), width, triton.next_power_of_2(width), d_mixed is not None, d_out is not None, tools.USE_PTX,
+        num_warps=_warps(width),
+    )  # fmt: skip
+    d_query = d_query.sum(0)
+    d_norm = (d_query * proj_weight.float().view(-1)).to(norm_weight.dtype)
+    d_proj = (d_query * norm_weight.float()).view_as(proj_weight).to(proj_weight.dtype)
+    return grads, d_norm, d_proj, None if d_weight is None else d_weight.sum(0).to(out_weight.dtype)
