@@ -9,6 +9,7 @@ from .kernels/attn_res import
 from .kernels/attn_res_triton import
 from .kernels/dispatch import
 from .kernels/experts import
+from .kernels/experts_triton import
 from .kernels/kda import
 from .kernels/kda_backward_triton import
 from .kernels/kda_chunk_triton import

@@ -15,49 +15,55 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kimi_k3.kernels import attn_res_triton, kda_backward_triton, kda_chunk_triton, kda_step_triton, short_conv_triton
+from kimi_k3.kernels import (
+    attn_res_triton, experts_triton, kda_backward_triton, kda_chunk_triton, kda_step_triton, short_conv_triton,
+)
 
 backend, architecture, warp = sys.argv[1], sys.argv[2], int(sys.argv[3])
-FLOAT32 = {"A_log", "dt_bias", "decay", "decay_out", "dA_log", "ddt_bias", "state", "new_state", "norm_weight",
-           "weight", "q_weight", "k_weight", "v_weight", "h0", "ht", "dht", "dh0", "transition", "offset", "dweight",
-           "scores", "inverse_rms", "d_query", "d_out_weight"}
-NUMBERS = {"scale", "lower_bound", "eps", "norm_eps", "out_eps"}
-COUNTS = {"T", "P", "tokens", "segment_steps", "rows"}
-COMMON = dict(H=4, K=128, V=128, BK=128, BV=128, C=32, BS=32, DT=tl.bfloat16, IT=tl.float16, W=4, BT=32, BP=128,
-              VARLEN=False, cu_seqlens=None, block_offsets=None, block_seq=None, sequence_of=None, HAS_TAIL=True,
-              PTX=backend == "cuda", BOUNDED=True, NARROW=True, FOR_BACKWARD=False, inverse_out=None, lower_out=None,
-              HAS_H0=True, HAS_DHT=True, EVERY=0, SEGMENTS=1, STEPS=4, STAGES=1 if backend == "hip" else 3,
-              checkpoints=None, checkpoint_offsets=None, ONE_TOKEN=True, N=9,
-              D=7168, BD=8192, NORM=True, KEEP=True, HAS_MIXED=True, HAS_OUT=True)
-SOFTPLUS = dict(BOUNDED=False, NARROW=False)
+# Types of the arguments that are not *bf16, the type of most.
+FLOAT32 = dict.fromkeys(
+    "A_log dt_bias decay decay_out dA_log ddt_bias state new_state norm_weight q_weight k_weight v_weight h0 ht dht "
+    "dh0 transition offset dweight scores inverse_rms d_query d_out_weight routing y".split(), "*fp32")
+NUMBERS = dict.fromkeys("scale lower_bound eps norm_eps out_eps linear_beta".split(), "fp32")
+COUNTS = dict.fromkeys("T P tokens segment_steps rows".split(), "i32")
+INT64 = dict.fromkeys("order offsets tile_expert tile_row".split(), "*i64")
+TYPES = {**FLOAT32, **NUMBERS, **COUNTS, **INT64}
+COMMON = dict(
+    H=4, K=128, V=128, BK=128, BV=128, C=32, BS=32, DT=tl.bfloat16, IT=tl.float16, W=4, BT=32, BP=128, VARLEN=False,
+    cu_seqlens=None, block_offsets=None, block_seq=None, sequence_of=None, HAS_TAIL=True, PTX=backend == "cuda",
+    BOUNDED=True, NARROW=True, FOR_BACKWARD=False, inverse_out=None, lower_out=None, HAS_H0=True, HAS_DHT=True, EVERY=0,
+    SEGMENTS=1, STEPS=4, STAGES=1 if backend == "hip" else 3, checkpoints=None, checkpoint_offsets=None,
+    ONE_TOKEN=True, N=9, D=7168, BD=8192, NORM=True, KEEP=True, HAS_MIXED=True, HAS_OUT=True,
+)
+EXPERTS = dict(D=3584, M=3072, TOP_K=16, BM=16, BN=64, BK=64, PACKED=False, SITU=True, CAPPED=True, scale=None)
+PACKED = {name: value for name, value in dict(EXPERTS, BK=32, PACKED=True).items() if name != "scale"}
+BYTES = dict(weight="*u8", scale="*u8", beta="fp32")
 CASES = [
-    (kda_chunk_triton.prepare_kernel, 2, {}),
-    (kda_chunk_triton.prepare_kernel, 2, SOFTPLUS),
-    (kda_chunk_triton.scan_kernel, 4, dict(BV=64, states=None, updated=None)),
-    (kda_chunk_triton.transition_kernel, 4, dict(BV=64)),
-    (kda_backward_triton.scan_backward_kernel, 4, dict(BV=64)),
-    (kda_backward_triton.chunk_backward_kernel, 4, {}),
-    (kda_step_triton.step_kernel, 4, {}),
-    (short_conv_triton.conv_kernel, 4, {}),
-    (short_conv_triton.conv_backward_kernel, 4, {}),
-    (attn_res_triton.mix_kernel, 8, {}),
-    (attn_res_triton.mix_backward_kernel, 8, {}),
+    (kda_chunk_triton.prepare_kernel, 2, {}, {}),
+    (kda_chunk_triton.prepare_kernel, 2, dict(BOUNDED=False, NARROW=False), {}),
+    (kda_chunk_triton.scan_kernel, 4, dict(BV=64, states=None, updated=None), {}),
+    (kda_chunk_triton.transition_kernel, 4, dict(BV=64), {}),
+    (kda_backward_triton.scan_backward_kernel, 4, dict(BV=64), {}),
+    (kda_backward_triton.chunk_backward_kernel, 4, {}, {}),
+    (kda_step_triton.step_kernel, 4, {}, {}),
+    (short_conv_triton.conv_kernel, 4, {}, dict(weight="*fp32")),
+    (short_conv_triton.conv_backward_kernel, 4, {}, dict(weight="*fp32")),
+    (attn_res_triton.mix_kernel, 8, {}, {}),
+    (attn_res_triton.mix_backward_kernel, 8, {}, {}),
+    (experts_triton.gate_up_kernel, 4, PACKED, BYTES),
+    (experts_triton.down_kernel, 4, PACKED, BYTES),
+    (experts_triton.gate_up_kernel, 4, EXPERTS, dict(beta="fp32")),
 ]
-for kernel, warps, options in CASES:
+for kernel, warps, options, types in CASES:
     constants = {name: value for name, value in {**COMMON, **options}.items() if name in kernel.arg_names}
-
-    def type_of(name):
-        if name in constants:
-            return "constexpr"
-        if name in NUMBERS:
-            return "fp32"
-        if name in COUNTS or name.startswith(("stride_", "batch_")):
-            return "i32"
+    signature = {}
+    for name in kernel.arg_names:
+        kind = {**TYPES, **types}.get(name, "*bf16")
+        if name.startswith(("stride_", "batch_")):
+            kind = "i32"
         if name in ("sources", "grads"):
-            return ("*bf16",) * constants["N"]
-        return "*fp32" if name in FLOAT32 else "*bf16"
-
-    signature = {name: type_of(name) for name in kernel.arg_names}
+            kind = ("*bf16",) * constants["N"]
+        signature[name] = "constexpr" if name in constants else kind
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
                if str(signature[name]).startswith("*") or name.startswith("stride_")}
@@ -78,4 +84,4 @@ def test_every_kernel_compiles(target):
         [sys.executable, "-P", "-c", COMPILE, *target], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 11
+    assert len(done.stdout.splitlines()) == 14
