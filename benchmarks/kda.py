@@ -49,6 +49,16 @@ def replay_ms(calls) -> float:
     return median_ms(graph.replay) / len(calls)
 
 
+def facts() -> dict[str, str]:
+    """What every line of results names beside its case."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "versions": f"torch {torch.__version__}, triton {triton.__version__}",
+        "command": f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
 def copy_bytes_per_ms() -> float:
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
@@ -202,13 +212,7 @@ def main():
         sys.exit("benchmarks/kda.py times GPU kernels, and torch sees no GPU here")
     torch.manual_seed(0)
     bandwidth = copy_bytes_per_ms()
-    shared = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": f"torch {torch.__version__}, triton {triton.__version__}",
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "copy_tb_per_s": round(bandwidth / 1e9, 2),
-    }
+    shared = {**facts(), "copy_tb_per_s": round(bandwidth / 1e9, 2)}
     print(json.dumps(shared))
     args.out.parent.mkdir(exist_ok=True)
     kinds = {"forward": forward_cases, "training": training_cases, "decode": decode_cases}

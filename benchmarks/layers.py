@@ -1,0 +1,130 @@
+"""The mix over depth and the routed experts on a GPU beside public implementations, and the bytes that must move.
+
+    python benchmarks/layers.py [--only attnres] [--no-peer] [--out benchmarks/results/layers.jsonl]
+
+Kimi K3's sizes in bfloat16: hidden width 7168 with the output norm fused; experts 3584 x 3072 with SiTU, 112 of them as
+on one of eight devices, rows spread at random. The peer of the mix is flash-linear-attention's, that of the experts
+torch's grouped matrix product on bfloat16 weights (both products, without the activation between). Medians of CUDA
+events; a short mix is replayed from a CUDA graph. The roofline is the bytes that must move over the copy bandwidth
+measured in the same run, and for the experts at least the operations over the rate of a large matrix product.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kda import copy_bytes_per_ms, facts, median_ms, replay_ms
+
+from kimi_k3.kernels import attn_res, experts, mxfp4
+
+RESULTS = Path(__file__).parent / "results" / "layers.jsonl"
+WIDTH, SOURCES = 7168, 9
+EXPERTS, LATENT, INNER = 112, 3584, 3072
+
+
+def random(*shape, dtype=torch.bfloat16, factor=1.0):
+    return torch.randn(*shape, device="cuda", dtype=dtype) * factor
+
+
+def attnres_cases(with_peer, bandwidth, flops):
+    weights = random(WIDTH, factor=0.1), random(1, WIDTH, factor=0.1), random(WIDTH)
+
+    def ours(sources, norm, proj, out):
+        return attn_res.attn_res_mix_norm(sources, norm, proj, 1e-5, out, 1e-5)[1]
+
+    def peer(sources, norm, proj, out):
+        from fla.ops.attnres import fused_attnres
+
+        return fused_attnres(proj.view(-1), sources, norm, out, rms_eps=1e-5)
+
+    for tokens in (8192, 64):
+        sources = [random(1, tokens, WIDTH) for _ in range(SOURCES)]
+        least = (SOURCES + 1) * 2 * WIDTH * tokens / bandwidth
+        with torch.no_grad():
+            if tokens == 64:
+                sets = [[random(1, tokens, WIDTH) for _ in range(SOURCES)] for _ in range(16)]
+                times = [
+                    replay_ms([lambda s=s, run=run: run(s, *weights) for s in sets]) if run else None
+                    for run in (ours, peer if with_peer else None)
+                ]
+            else:
+                times = [
+                    median_ms(lambda run=run, sources=sources: run(sources, *weights)) if run else None
+                    for run in (ours, peer if with_peer else None)
+                ]
+        yield f"attnres forward N={SOURCES} T={tokens}", *times, "fla 0.6.0 fused_attnres", least
+    sources = [random(1, 8192, WIDTH).requires_grad_() for _ in range(SOURCES)]
+    leaves = [w.detach().requires_grad_() for w in weights]
+    grad = random(1, 8192, WIDTH)
+
+    def step(run):
+        return torch.autograd.grad(run(sources, *leaves), [*sources, *leaves], grad)
+
+    times = [median_ms(lambda run=run: step(run)) if run else None for run in (ours, peer if with_peer else None)]
+    least = (3 * SOURCES + 3) * 2 * WIDTH * 8192 / bandwidth
+    yield f"attnres forward + backward N={SOURCES} T=8192", *times, "fla 0.6.0 fused_attnres", least
+
+
+def expert_cases(with_peer, bandwidth, flops):
+    shapes = ((EXPERTS, 2 * INNER, LATENT), (EXPERTS, LATENT, INNER))
+    packed = [torch.randint(0, 256, (*s[:-1], s[-1] // 2), device="cuda", dtype=torch.uint8) for s in shapes]
+    scales = tuple(torch.randint(115, 121, (*s[:-1], s[-1] // 32), device="cuda", dtype=torch.uint8) for s in shapes)
+    wide = None
+    for rows in (32, 1024, 16384):
+        x, ids = random(rows, LATENT), torch.randint(0, EXPERTS, (rows, 1), device="cuda")
+        routing = torch.rand(rows, 1, device="cuda")
+        hit = len(ids.unique())
+        moved = hit * sum(s[1] * s[2] * (0.5 + 1 / 32) for s in shapes)
+        least = max(moved / bandwidth, 2 * rows * sum(s[1] * s[2] for s in shapes) / flops)
+        with torch.no_grad():
+            ours = median_ms(lambda: experts.fused_experts(x, ids, routing, *packed, scales, 3.0, 2.0))  # noqa: B023
+            peer = None
+            if with_peer:
+                if wide is None:
+                    wide = [mxfp4.dequantize_mxfp4(p, s).transpose(1, 2) for p, s in zip(packed, scales, strict=True)]
+                sorted_ids = ids.flatten().sort().values
+                ends = torch.searchsorted(sorted_ids, torch.arange(1, EXPERTS + 1, device="cuda")).int()
+                inner = random(rows, INNER)
+
+                def grouped(x=x, inner=inner, ends=ends, wide=wide):
+                    torch._grouped_mm(x, wide[0], offs=ends)
+                    torch._grouped_mm(inner, wide[1], offs=ends)
+
+                peer = median_ms(grouped)
+        yield f"experts mxfp4 E={EXPERTS} rows={rows}", ours, peer, "torch grouped_mm bf16", least
+
+
+def flops_per_ms() -> float:
+    a, b = random(8192, 8192), random(8192, 8192)
+    return 2 * 8192**3 / median_ms(lambda: a @ b)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["attnres", "experts"])
+    parser.add_argument("--no-peer", action="store_true", help="time this package alone")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="lines are appended to this file")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/layers.py times GPU kernels, and torch sees no GPU here")
+    torch.manual_seed(0)
+    bandwidth, flops = copy_bytes_per_ms(), flops_per_ms()
+    shared = {**facts(), "copy_tb_per_s": round(bandwidth / 1e9, 2), "matmul_tflop_per_s": round(flops / 1e9)}
+    print(json.dumps(shared))
+    args.out.parent.mkdir(exist_ok=True)
+    for name, cases in {"attnres": attnres_cases, "experts": expert_cases}.items():
+        if args.only in (None, name):
+            for case, ours, peer, whose, least in cases(not args.no_peer, bandwidth, flops):
+                line = {"case": case, "ours_ms": round(ours, 4), "peer": whose, "peer_ms": peer and round(peer, 4),
+                        "roofline_ms": round(least, 4), **shared}  # fmt: skip
+                print(f"{case:45s} ours {ours:8.4f}  peer {peer or float('nan'):8.4f}  least {least:7.4f}", flush=True)
+                with args.out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
