@@ -1,4 +1,4 @@
-"""What the small checkpoint needs beside the model: its shape, router balance, MXFP4 rounding and the packed copy."""
+"""What the small checkpoint needs beside the model: its shape, MXFP4 rounding and the packed copy."""
 
 import contextlib
 
@@ -128,72 +128,6 @@ def parameter_groups(model, weight_decay):
             is_matrix = parameter.ndim >= 2 and not any(part in name for part in NOT_DECAYED)
             (decayed if is_matrix else kept).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-
-
-def balanced_bias(scores, bias, top_k):
-    """Quantile Balancing: the selection bias that would have loaded every expert equally (mean zero).
-
-    Args:
-        scores: [T, E] float32, sigmoid of the router logits.
-        bias: [E], the selection bias of the step.
-        top_k: experts chosen per token.
-
-    Returns:
-        [E]. With alpha_t the (k+1)-th largest of s + b, the bias at which expert j is just chosen by token t is
-        alpha_t - s_tj; the (k / E)-quantile of that over tokens makes k / E of them choose j.
-    """
-    tokens, experts = scores.shape
-    cutoff = (scores + bias).topk(top_k + 1, dim=-1).values[:, -1:]
-    rank = max(round(tokens * top_k / experts), 1)
-    needed = (cutoff - scores).sort(dim=0).values[rank - 1]
-    return needed - needed.mean()
-
-
-class RouterBalancer:
-    """Collects router scores during a step; `update` then sets the selection bias of every MoE layer.
-
-    Use as a context manager around the forward passes of one optimizer step.
-    """
-
-    def __init__(self, model):
-        self.layers = moe_layers(model)
-        self.top_k = model.config.num_experts_per_token
-        self.scores = [[] for _ in self.layers]
-        self.handles = []
-
-    def __enter__(self):
-        for collected, layer in zip(self.scores, self.layers, strict=True):
-            collected.clear()
-            hook = self._collector(collected)
-            self.handles.append(layer.gate.register_forward_pre_hook(hook))
-        return self
-
-    def __exit__(self, *exception):
-        while self.handles:
-            self.handles.pop().remove()
-
-    @staticmethod
-    def _collector(collected):
-        @torch.no_grad()
-        def collect(gate, inputs):
-            hidden = inputs[0].detach().flatten(0, -2).float()
-            with torch.autocast(hidden.device.type, enabled=False):
-                collected.append(torch.sigmoid(hidden @ gate.weight.float().T))
-
-        return collect
-
-    @torch.no_grad()
-    def update(self):
-        """Sets the biases for the next step; returns the highest load of an expert over its fair share."""
-        worst = 0.0
-        for collected, layer in zip(self.scores, self.layers, strict=True):
-            scores = torch.cat(collected)
-            bias = layer.gate.e_score_correction_bias
-            chosen = (scores + bias).topk(self.top_k, dim=-1).indices
-            loads = torch.bincount(chosen.flatten(), minlength=len(bias)) / chosen.numel() * len(bias)
-            worst = max(worst, loads.max().item())
-            bias.copy_(balanced_bias(scores, bias, self.top_k))
-        return worst
 
 
 class RoundToMXFP4(nn.Module):

@@ -34,12 +34,12 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from kimi_k3 import KimiK3ForCausalLM
+from kimi_k3.training.balancing import QuantileBalancer
 from kimi_k3.training.corpus import SEPARATOR
 from kimi_k3.training.small_data import ANSWER_WEIGHT, RECALL_SHARE, Corpus, StepBatches
 from kimi_k3.training.small_eval import RECALL_TASKS, autocast, evaluate
 from kimi_k3.training.small_model import (
     MXFP4_CONFIG,
-    RouterBalancer,
     experts_rounded,
     master_state,
     packed_state,
@@ -96,18 +96,17 @@ def train_step(model, optimizer, balancer, batch, rate, options):
     rows = max(options.micro_tokens // batch["input_ids"].shape[1], 1)
     total_weight = batch["weights"].sum()
     loss = text_loss = answer_loss = 0.0
-    with balancer:
-        for ids, labels, weights in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
-            with rounding_once(model):
-                with autocast(options.device):
-                    logits = model(input_ids=ids, use_cache=False).logits
-                losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
-                weighted = (losses * weights.flatten()).sum() / total_weight
-                weighted.backward()
-            is_answer = weights.flatten() == ANSWER_WEIGHT
-            loss += weighted.detach()
-            answer_loss += losses.detach()[is_answer].sum()
-            text_loss += losses.detach()[~is_answer].sum()
+    for ids, labels, weights in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
+        with rounding_once(model):
+            with autocast(options.device):
+                logits = model(input_ids=ids, use_cache=False).logits
+            losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+            weighted = (losses * weights.flatten()).sum() / total_weight
+            weighted.backward()
+        is_answer = weights.flatten() == ANSWER_WEIGHT
+        loss += weighted.detach()
+        answer_loss += losses.detach()[is_answer].sum()
+        text_loss += losses.detach()[~is_answer].sum()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     answers = (batch["weights"] == ANSWER_WEIGHT).sum().item()
     metrics = {
@@ -120,7 +119,7 @@ def train_step(model, optimizer, balancer, batch, rate, options):
         raise FloatingPointError(f"the loss or its gradient is not finite: {metrics}")
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    metrics["worst_load"] = balancer.update()
+    metrics["worst_load"] = balancer.step().max().item()
     return metrics
 
 
@@ -131,7 +130,7 @@ def seconds_per_step(options, tokenizer, corpus):
         model = new_model(options, tokenizer)
         if factor > 1:
             round_experts(model)
-        optimizer, balancer = optimizer_for(model, options), RouterBalancer(model)
+        optimizer, balancer = optimizer_for(model, options), QuantileBalancer(model)
         batches = StepBatches(corpus, options.seed, options.tokens, lambda _, f=factor: f * options.context)
         times = []
         for step in range(10):
@@ -174,7 +173,7 @@ def train(options, tokenizer, corpus, held_out):
     options.run.mkdir(parents=True, exist_ok=True)
     path, log = options.run / "state.pt", options.run / "metrics.jsonl"
     model = new_model(options, tokenizer)
-    optimizer, balancer = optimizer_for(model, options), RouterBalancer(model)
+    optimizer, balancer = optimizer_for(model, options), QuantileBalancer(model)
     if path.exists():
         state = torch.load(path, map_location=options.device, weights_only=True)
         model.load_state_dict(state["model"])

@@ -1,0 +1,318 @@
+"""Quantile Balancing against a plain computation from its definition, and what may not change its result."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
+from kimi_k3.training import QuantileBalancer, QuantileBalancerCallback
+
+EXPERTS, TOP_K, BINS = 16, 3, 1000
+
+
+def build(seed=0, skew=0.0, **changes):
+    """A float64 model (rounding cannot move a token over the border of a bin) whose routers prefer some experts."""
+    torch.manual_seed(seed)
+    config = KimiK3TextConfig(
+        **{
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "linear_attn_config": {
+                "full_attn_layers": [4],
+                "kda_layers": [1, 2, 3],
+                "head_dim": 16,
+                "num_heads": 2,
+                "short_conv_kernel_size": 4,
+                "use_full_rank_gate": True,
+                "gate_lower_bound": -5.0,
+            },
+            "attn_res_block_size": 2,
+            "num_experts": EXPERTS,
+            "num_experts_per_token": TOP_K,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 16,
+            "routed_expert_hidden_size": 16,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 2,
+            **changes,
+        }
+    )
+    model = KimiK3ForCausalLM(config).double().train()
+    with torch.no_grad():
+        for router in routers(model):
+            router.weight.normal_(std=0.3)
+            router.weight += skew * torch.linspace(-1, 1, EXPERTS, dtype=torch.float64)[:, None]
+        model.model.embed_tokens.weight.normal_().add_(1.0)  # a direction that all tokens share, for the skew to act on
+    return model
+
+
+def routers(model):
+    return [layer.block_sparse_moe.gate for layer in model.model.layers if hasattr(layer, "block_sparse_moe")]
+
+
+def biases(model):
+    return torch.stack([router.e_score_correction_bias for router in routers(model)])
+
+
+def tokens(rows, length, seed=1):
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def scores_of(model, ids):
+    """Router scores [layers][tokens, E] as the model reports them."""
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
+    return [1 / (1 + np.exp(-layer.numpy())) for layer in logits]
+
+
+def margins_of(scores, bias):
+    cutoff = np.sort(scores + bias, axis=-1)[:, -(TOP_K + 1)]
+    return cutoff[:, None] - scores
+
+
+def start_from(model, seed=3, scale=0.1):
+    generator = torch.Generator().manual_seed(seed)
+    for router in routers(model):
+        bias = torch.randn(EXPERTS, generator=generator, dtype=torch.float64) * scale
+        router.e_score_correction_bias.copy_(bias - bias.mean())
+
+
+def test_the_bias_is_the_quantile_of_the_margins():
+    """The published estimator, evaluated one expert at a time, and within a bin of the quantile by sorting."""
+    model = build()
+    start_from(model)
+    old = biases(model).numpy().copy()
+    ids = tokens(4, 50)
+    expected = scores_of(model, ids)
+    balancer = QuantileBalancer(model)
+    model(input_ids=ids, use_cache=False)
+    balancer.step()
+    for layer, scores in enumerate(expected):
+        margins = margins_of(scores, old[layer])
+        low, high = old[layer].min() - 1, old[layer].max() + 1
+        width = (high - low) / BINS
+        count = len(scores)
+        fair = count * TOP_K / EXPERTS
+        by_histogram, by_sorting = [], []
+        for column in margins.T:
+            counts, _ = np.histogram(column, bins=BINS, range=(low, high))
+            seen = 0
+            for number, inside in enumerate(counts):
+                if seen + inside >= np.ceil(fair):
+                    by_histogram.append(low + (number + np.clip((fair - seen) / inside, 0, 1)) * width)
+                    break
+                seen += inside
+            by_sorting.append(np.sort(column)[int(np.ceil(fair)) - 1])
+        assert np.abs(np.array(by_histogram) - by_sorting).max() <= width
+        new = biases(model)[layer].numpy()
+        np.testing.assert_allclose(new, by_histogram - np.mean(by_histogram), atol=1e-12)
+        assert abs(new.mean()) < 1e-12
+
+
+def test_the_mean_stays_and_ema_keeps_a_share_of_the_old_bias():
+    models = [build(), build()]
+    for model, ema in zip(models, (0.0, 0.75), strict=True):
+        start_from(model)
+        old = biases(model).clone()
+        balancer = QuantileBalancer(model, ema=ema)
+        model(input_ids=tokens(2, 40), use_cache=False)
+        balancer.step()
+    torch.testing.assert_close(biases(models[1]), 0.75 * old + 0.25 * biases(models[0]))
+
+
+def chosen_loads(model, ids):
+    """Load of the fullest expert over the mean, by running the routers' own choice."""
+    worst = []
+    handles = [
+        router.register_forward_hook(
+            lambda _, __, out: worst.append(torch.bincount(out[1].flatten(), minlength=EXPERTS).double())
+        )
+        for router in routers(model)
+    ]
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return torch.stack([loads.max() / loads.mean() for loads in worst])
+
+
+def test_a_skewed_router_is_balanced_and_the_load_reported():
+    model = build(skew=0.03)
+    ids = tokens(32, 64)
+    first = chosen_loads(model, ids)
+    assert first.max() > 3
+    balancer = QuantileBalancer(model)
+    for _ in range(15):
+        before = chosen_loads(model.eval(), ids)
+        model.train()(input_ids=ids, use_cache=False)
+        torch.testing.assert_close(balancer.step(), before.float())
+    assert chosen_loads(model, ids).max() < 1.1
+
+
+def stepped(model, *forwards, **options):
+    balancer = QuantileBalancer(model, **options)
+    for inputs in forwards:
+        model(use_cache=False, **inputs)
+    loads = balancer.step()
+    balancer.close()
+    return biases(model).clone(), loads
+
+
+def test_the_split_into_micro_batches_does_not_matter():
+    ids = tokens(7, 30)
+    whole = stepped(build(), {"input_ids": ids})
+    parts = stepped(build(), *({"input_ids": part} for part in ids.split([1, 4, 2])))
+    assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_not_counted(side):
+    lengths = (9, 17, 30)
+    documents = [tokens(1, length, length) for length in lengths]
+    ids, mask = torch.full((3, 30), 2), torch.zeros(3, 30, dtype=torch.long)
+    for row, document in enumerate(documents):
+        places = slice(30 - document.shape[1], None) if side == "left" else slice(document.shape[1])
+        ids[row, places], mask[row, places] = document[0], 1
+    alone = stepped(build(), *({"input_ids": document} for document in documents))
+    padded = stepped(build(), {"input_ids": ids, "attention_mask": mask})
+    torch.testing.assert_close(padded, alone, atol=1e-9, rtol=0)
+    with_pads_as_tokens = stepped(build(), {"input_ids": ids})
+    assert (with_pads_as_tokens[0] - alone[0]).abs().max() > 1e-3
+
+
+def test_packed_documents_count_as_if_alone():
+    documents = [tokens(1, length, length) for length in (9, 17, 30)]
+    alone = stepped(build(), *({"input_ids": document} for document in documents))
+    positions = torch.cat([torch.arange(document.shape[1]) for document in documents])[None]
+    packed = stepped(build(), {"input_ids": torch.cat(documents, dim=1), "position_ids": positions})
+    torch.testing.assert_close(packed, alone, atol=1e-9, rtol=0)
+
+
+def test_evaluation_is_not_counted_and_changes_nothing():
+    expected = stepped(build(), {"input_ids": tokens(2, 30)})
+    model = build()
+    balancer = QuantileBalancer(model)
+    model.eval()(input_ids=tokens(2, 40, seed=9))
+    model.generate(tokens(1, 5), max_new_tokens=3, do_sample=False)
+    assert not biases(model).any()
+    model.train()(input_ids=tokens(2, 30), use_cache=False)
+    assert torch.equal(balancer.step(), expected[1])
+    assert torch.equal(biases(model), expected[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_forward_is_counted_once(reentrant):
+    """A second count with other scores would shift the quantile; with equal scores it would double the loads."""
+    counts = []
+    for checkpointing in (False, True):
+        model = build()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        balancer = QuantileBalancer(model)
+        ids = tokens(2, 30)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        counts.append(balancer._counts.clone())
+    assert torch.equal(*counts)
+
+
+def test_the_bias_is_no_parameter():
+    """Fault 105: no gradient, not in an optimizer. Fault 104: training and evaluation choose the same experts."""
+    model = build(skew=0.03)
+    assert not any("e_score_correction_bias" in name for name, _ in model.named_parameters())
+    ids = tokens(4, 30)
+    stepped(model, {"input_ids": ids})
+    torch.testing.assert_close(chosen_loads(model.train(), ids), chosen_loads(model.eval(), ids), atol=0, rtol=0)
+
+
+def test_what_cannot_be_balanced_is_refused():
+    dense = build(num_experts=None, routed_expert_hidden_size=None)
+    with pytest.raises(ValueError, match="no MoE layer"):
+        QuantileBalancer(dense)
+    grouped = build(num_expert_group=4, topk_group=2, use_grouped_topk=True)
+    with pytest.raises(ValueError, match="2 of 4 groups"):
+        QuantileBalancer(grouped)
+    with pytest.raises(ValueError, match="ema"):
+        QuantileBalancer(build(), ema=1.0)
+    model = build()
+    balancer = QuantileBalancer(model)
+    model.eval()(input_ids=tokens(1, 8))
+    with pytest.raises(RuntimeError, match="training mode"):
+        balancer.step()
+
+
+def test_two_processes_equal_one(tmp_path):
+    processes = [subprocess.Popen([sys.executable, "-P", __file__, str(rank), str(tmp_path)]) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    model = build(skew=0.03)
+    balancer = QuantileBalancer(model)
+    for step in range(3):
+        model(input_ids=tokens(6, 30, seed=step), use_cache=False)
+        loads = balancer.step()
+    assert torch.equal(first[0], biases(model)) and torch.equal(first[1], loads)
+
+
+def one_of_two_processes(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    model = build(skew=0.03)
+    balancer = QuantileBalancer(model)
+    for step in range(3):
+        for part in tokens(6, 30, seed=step).split([1, 2, 3])[rank::2]:  # uneven shares and micro-batches
+            model(input_ids=part, use_cache=False)
+        loads = balancer.step()
+    torch.save((biases(model), loads), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = tokens(1, 32, seed=index)[0]
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_with_the_trainer(tmp_path):
+    model = build(skew=0.03).float()
+    arguments = TrainingArguments(
+        tmp_path,
+        max_steps=16,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-4,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=8,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    callback = QuantileBalancerCallback()
+    trainer = Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[callback])
+    trainer.train()
+    logged = [entry["router_max_load"] for entry in trainer.state.log_history if "router_max_load" in entry]
+    assert len(logged) == 16
+    assert logged[-1] < 1.7 < 2.5 < logged[0]
+    assert not any(layer._forward_hooks for layer in model.model.layers), "recording ends with the training"
+
+
+if __name__ == "__main__":
+    one_of_two_processes(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,190 @@
+"""Router balance: Quantile Balancing (Kimi K3 report, p. 8-9, Algorithm 1 and appendices C, D).
+
+A router chooses the top k of s + b, with s [E] the sigmoid scores of a token and b the selection bias. After a step
+over m tokens every expert's bias becomes the one at which its fair share of them, m k / E, would have chosen it:
+
+    alpha_i = (k+1)-th largest of s_i + b          the first k are the routes taken
+    r_ij    = alpha_i - s_ij                       the bias that puts expert j exactly at token i's cutoff
+    b_j     = (k / E)-quantile over tokens of r_:j, minus the mean over experts
+
+The quantile is read from a histogram of integer counts, so a step is the same however its tokens are split over
+micro-batches and processes, and costs one all-reduce.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import TrainerCallback
+
+BINS = 1000
+
+
+class RouterRecorder:
+    """Shows a rule the router scores of every training forward, once for each real token.
+
+    Padding is left out, as the model's own layout names it; so are forwards in evaluation mode, and the recomputation
+    under gradient checkpointing, which would count a token twice.
+
+    Args:
+        model: a Kimi K3 model, or anything that holds one.
+    """
+
+    def __init__(self, model: nn.Module):
+        # By what they have and not by class: a folder's remote code is a second copy of the class.
+        layers = [layer for layer in model.modules() if hasattr(layer, "block_sparse_moe")]
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no MoE layer whose router could be balanced")
+        self.routers = [_router(layer) for layer in layers]
+        config = self.routers[0].config
+        groups = config.num_expert_group or 1
+        if config.use_grouped_topk and groups != (config.topk_group or 1):
+            raise ValueError(
+                f"routing is limited to {config.topk_group} of {groups} groups of experts (num_expert_group, "
+                "topk_group): balancing is defined for routing over all experts"
+            )
+        self.num_experts, self.top_k = config.num_experts, config.num_experts_per_token
+        if self.top_k >= self.num_experts:
+            raise ValueError(f"every token goes to all {self.num_experts} experts, so there is nothing to balance")
+        self._handles = [
+            layer.register_forward_hook(self._hook(index), with_kwargs=True) for index, layer in enumerate(layers)
+        ]
+
+    def close(self) -> None:
+        """Stop recording."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def record(self, index: int, scores: torch.Tensor) -> None:
+        """Take in the scores [T, E] of MoE layer number `index`, sigmoid applied."""
+        raise NotImplementedError
+
+    def _hook(self, index):
+        @torch.no_grad()
+        def hook(layer, args, kwargs, output):
+            recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass
+            if not layer.training or recomputing:
+                return
+            logits, layout = output[3], kwargs.get("layout")
+            self.record(index, torch.sigmoid(logits if layout is None else logits[layout.order]))
+
+        return hook
+
+
+def _router(layer: nn.Module) -> nn.Module:
+    """The module with the selection bias; an adapter may have been wrapped around it."""
+    return next(m for m in layer.block_sparse_moe.gate.modules() if "e_score_correction_bias" in m._buffers)
+
+
+class QuantileBalancer(RouterRecorder):
+    """Balances the experts of a model; call `step()` once after every optimizer step.
+
+    Nothing but the selection biases changes, and only in `step()`: inference with a trained model uses the last ones.
+    They are part of the checkpoint and the whole state of the balancer between steps. Every process of a distributed
+    run computes the same biases.
+
+    Args:
+        model: a Kimi K3 model, or anything that holds one.
+        ema: share of the old bias that a step keeps, in [0, 1); 0 is the published rule.
+    """
+
+    def __init__(self, model: nn.Module, ema: float = 0.0):
+        if not 0 <= ema < 1:
+            raise ValueError(f"ema must be at least 0 and below 1, not {ema}")
+        super().__init__(model)
+        self.ema = ema
+        # [layers, E, BINS + 1]: the histogram of the margins, then how often the expert was chosen. In one tensor, so
+        # that one all-reduce sums both.
+        self._counts = torch.zeros(
+            len(self.routers),
+            self.num_experts,
+            BINS + 1,
+            dtype=torch.int32,
+            device=self.routers[0].e_score_correction_bias.device,
+        )
+
+    def record(self, index: int, scores: torch.Tensor) -> None:
+        bias = self.routers[index].e_score_correction_bias.to(scores.dtype)
+        best = (scores + bias).topk(self.top_k + 1, dim=-1)
+        low, width = _bins(bias)
+        margins = best.values[:, -1:] - scores
+        bins = ((margins - low) / width).floor_().clamp_(0, BINS - 1).long().T
+        counts = self._counts[index]
+        one = counts.new_ones(())
+        counts.scatter_add_(1, bins.to(counts.device), one.expand(bins.shape))
+        chosen = best.indices[:, : self.top_k].flatten().to(counts.device)
+        counts[:, BINS] += torch.bincount(chosen, minlength=self.num_experts).int()
+
+    @torch.no_grad()
+    def step(self) -> torch.Tensor:
+        """Move the selection biases by what was recorded since the last call, over all processes.
+
+        Returns:
+            [MoE layers] float32 on the CPU: load of the fullest expert over the mean load, before the move.
+
+        Raises:
+            RuntimeError: if no process recorded a token.
+        """
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self._counts)
+        histograms, loads = self._counts[..., :BINS], self._counts[..., BINS]
+        if not loads.any():
+            raise RuntimeError("no training forward was recorded since the last step: is the model in training mode?")
+        for router, histogram in zip(self.routers, histograms, strict=True):
+            bias = router.e_score_correction_bias
+            moved = self._quantiles(histogram.to(bias.device), bias)
+            moved = moved - moved.mean()
+            bias.copy_(self.ema * bias + (1 - self.ema) * moved)
+        worst = loads.amax(-1) / loads.double().mean(-1)
+        self._counts.zero_()
+        return worst.float().cpu()
+
+    def _quantiles(self, histogram: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """The (k / E)-quantile of every expert's margins [E] from their histogram [E, BINS], linear within a bin."""
+        low, width = _bins(bias)
+        cumulative = histogram.cumsum(-1, dtype=torch.int64)
+        tokens = int(cumulative[0, -1])
+        target = tokens * self.top_k / self.num_experts
+        reached = -(-tokens * self.top_k // self.num_experts)
+        index = (cumulative < reached).sum(-1, keepdim=True)  # the first bin in which the count reaches the target
+        inside = histogram.gather(-1, index).double()
+        before = cumulative.gather(-1, index) - inside
+        share = ((target - before) / inside).clamp(0, 1)
+        return (low.double() + (index + share) * width.double())[:, 0]
+
+
+def _bins(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lower end and width of the bins: a cutoff lies in [min b, max b + 1], a score in [0, 1]."""
+    bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
+    low, high = bias.min() - 1, bias.max() + 1
+    return low, (high - low) / BINS
+
+
+class QuantileBalancerCallback(TrainerCallback):
+    """Balances the experts during a `Trainer` run and adds `router_max_load` to what the Trainer logs.
+
+    `router_max_load` is the load of the fullest expert over the mean load, in the worst layer of the last step.
+
+    Args:
+        ema: as in `QuantileBalancer`.
+    """
+
+    def __init__(self, ema: float = 0.0):
+        self.ema = ema
+        self.balancer = None
+        self.max_load = None
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.balancer = QuantileBalancer(model, self.ema)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.max_load = self.balancer.step().max().item()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.balancer is None or self.max_load is None or "loss" not in logs:
+            return
+        logs["router_max_load"] = self.max_load
+        state.log_history[-1]["router_max_load"] = self.max_load  # the Trainer has made its copy already
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.balancer.close()
+        self.balancer = None
