@@ -1,0 +1,278 @@
+"""Per-head Muon (Kimi K3 report, p. 10-11) with AdamW for what is no matrix, and QK-clip (Kimi K2, arXiv 2507.20534).
+
+Muon replaces the momentum of a matrix by the nearest semi-orthogonal matrix, U V^T of its singular value decomposition,
+through a few Newton-Schulz iterations. What counts as *a matrix* is decided here, by one function:
+
+    KDA q_proj, k_proj, v_proj          every head                    [head_dim, hidden]
+    MLA q_b_proj (or q_proj)            every head                    [nope + rope, rank]
+    MLA kv_b_proj                       every head's keys and values  [nope, rank], [v, rank]
+    experts gate_up_proj, down_proj     every expert, gate and up     [M, D], [M, D], [D, M]
+    every other Linear and the router   the whole weight
+
+torch.optim.Muon takes one 2-D parameter at a time; here the blocks of a parameter are orthogonalised in one batch. The
+update of a block is that of torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` (the tests compare them), so
+learning rate and weight decay are those one would use with AdamW.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import ParametrizationList
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+EPS = 1e-7
+# Modules whose parameters of two or more dimensions are tables, taps or vectors, not maps of one space to another.
+_NO_MAP = ("Embedding", "Conv2d", "KimiK3ShortConvolution", "KimiK3PseudoQuery", "KimiK3PositionTable")
+
+
+def muon_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict]:
+    """Parameter groups for `PerHeadMuon`: every parameter that trains is in exactly one.
+
+    Args:
+        model: a Kimi K3 model; frozen parameters are left out.
+        weight_decay: for matrices, embeddings and the head. Norms, biases, `A_log`, `dt_bias`, convolutions and the
+            queries of the mix over depth are not decayed.
+
+    Returns:
+        groups with `algorithm` "muon" (one for each `blocks`, see below) or "adamw". `blocks` are the row counts of the
+        matrices that repeat down the rows of a parameter, None for one matrix (or one for each index of a 3-D one).
+
+    Raises:
+        ValueError: for a parameter that no rule covers.
+    """
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    muon, decayed, kept, seen = {}, [], [], set()
+    for prefix, module in model.named_modules():
+        parent, _, own_name = prefix.rpartition(".")
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            kind, owner, key = type(module).__name__, module, name
+            if isinstance(module, nn.Linear):
+                owner, key = model.get_submodule(parent), own_name
+            elif isinstance(module, ParametrizationList):  # the weight under a rounding or the like
+                owner, key = model.get_submodule(parent.rpartition(".")[0]), own_name
+            blocks_of = _blocks(owner)
+            if parameter.ndim <= 1 or kind in _NO_MAP:
+                (decayed if kind == "Embedding" else kept).append(parameter)
+            elif output is not None and parameter is output.weight:
+                decayed.append(parameter)
+            elif key in blocks_of or isinstance(module, nn.Linear):
+                muon.setdefault(blocks_of.get(key), []).append(parameter)
+            else:
+                raise ValueError(
+                    f"no rule says how to optimize {prefix}.{name} {list(parameter.shape)} of {kind}: freeze it, or "
+                    "put it into a group of its own"
+                )
+    groups = [
+        {"params": params, "algorithm": "muon", "blocks": blocks, "weight_decay": weight_decay}
+        for blocks, params in muon.items()
+    ]
+    for params, decay in ((decayed, weight_decay), (kept, 0.0)):
+        if params:
+            groups.append({"params": params, "algorithm": "adamw", "blocks": None, "weight_decay": decay})
+    return groups
+
+
+def _blocks(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """Names inside `module` -> row counts of the matrices that repeat down the rows of that parameter's weight."""
+    # By what they have and not by class: a folder's remote code is a second copy of the class.
+    if hasattr(module, "A_log"):
+        return dict.fromkeys(("q_proj", "k_proj", "v_proj"), (module.head_dim,))
+    if hasattr(module, "kv_b_proj"):
+        query = "q_b_proj" if hasattr(module, "q_b_proj") else "q_proj"
+        return {query: (module.qk_dim,), "kv_b_proj": (module.nope_dim, module.v_dim)}
+    if torch.is_tensor(getattr(module, "gate_up_proj", None)):
+        width = module.gate_up_proj.shape[1] // 2
+        return {"gate_up_proj": (width, width), "down_proj": None}
+    if "e_score_correction_bias" in module._buffers:
+        return {"weight": None}
+    return {}
+
+
+class PerHeadMuon(torch.optim.Optimizer):
+    """Muon for the matrices and AdamW for the rest, as one optimizer that schedulers and `Trainer` can drive.
+
+    Args:
+        groups: of `muon_groups(model)`.
+        lr: of both; the update of a matrix is scaled to the size of AdamW's (arXiv 2502.16982, eq. 4).
+        momentum: of Muon, with Nesterov's look-ahead.
+        betas, eps: of AdamW.
+        ns_steps: Newton-Schulz iterations.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        ns_steps: int = 5,
+    ):
+        for group in groups:
+            if "algorithm" not in group:
+                raise ValueError("PerHeadMuon takes the groups of muon_groups(model), not bare parameters")
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "ns_steps": ns_steps})
+        adamw = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        self._adamw = torch.optim.AdamW(adamw, lr=lr, betas=betas, eps=eps) if adamw else None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["algorithm"] == "muon":
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
+        if self._adamw is not None:
+            # One state and one list of groups: loading a state_dict puts new ones into `self`.
+            self._adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+            self._adamw.state = self.state
+            self._adamw.step()
+        return loss
+
+    def _update(self, parameter, group):
+        if isinstance(parameter, DTensor):
+            raise NotImplementedError("PerHeadMuon needs whole matrices, and this parameter is sharded over processes")
+        state, grad, lr = self.state[parameter], parameter.grad, group["lr"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+        update = grad.lerp(momentum, group["momentum"])
+        parameter.mul_(1 - lr * group["weight_decay"])
+        for weight, part in zip(matrices(parameter, group["blocks"]), matrices(update, group["blocks"]), strict=True):
+            weight.add_(orthogonalize(part, group["ns_steps"]), alpha=-lr * 0.2 * math.sqrt(max(part.shape[-2:])))
+
+
+def matrices(parameter: torch.Tensor, blocks: tuple[int, ...] | None) -> tuple[torch.Tensor, ...]:
+    """The matrices of a parameter as views [n, rows, columns], one for each row count in `blocks`."""
+    if blocks is None:
+        return (parameter if parameter.ndim == 3 else parameter[None],)
+    return parameter.view(-1, sum(blocks), parameter.shape[-1]).split(blocks, dim=1)
+
+
+def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """[n, rows, columns] -> U S V^T of each in bfloat16, with S near 1 (the quintic iteration of torch.optim.Muon)."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.bfloat16()
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class QKClip:
+    """Keeps the attention logits of MLA layers under a threshold by shrinking the weights of the heads that exceed it.
+
+    After the optimizer's step, for every head with largest logit S > tau over the tokens since the last call and
+    gamma = tau / S (Kimi K2, algorithm 1):
+
+        q_nope, k_nope *= sqrt(gamma)        q_rope *= gamma        (the shared k_rope belongs to all heads)
+
+    Measuring costs one more product of queries and keys a training forward.
+
+    Args:
+        model: a Kimi K3 model, or anything that holds one.
+        threshold: tau.
+    """
+
+    ROWS = 512  # queries at a time: [B, H, ROWS, T] logits are all that is in memory
+
+    def __init__(self, model: nn.Module, threshold: float = 100.0):
+        self.threshold = threshold
+        self.layers = [module for module in model.modules() if hasattr(module, "kv_b_proj")]
+        if not self.layers:
+            raise ValueError(f"{type(model).__name__} has no MLA layer")
+        for layer in self.layers:
+            for projection in (_query_projection(layer), layer.kv_b_proj):
+                if type(projection) is not nn.Linear:
+                    raise ValueError(f"QK-clip scales weights, which an adapter hides: {type(projection).__name__}")
+        device = self.layers[0].kv_b_proj.weight.device
+        self._largest = torch.full((len(self.layers), self.layers[0].num_heads), -torch.inf, device=device)
+        self._handles = []
+        for index, layer in enumerate(self.layers):
+            self._handles += self._watch(index, layer)
+
+    def close(self) -> None:
+        """Stop measuring."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _watch(self, index, layer):
+        seen = {}
+
+        def keep(name):
+            return lambda module, args, output: seen.__setitem__(name, output.detach())
+
+        @torch.no_grad()
+        def measure(module, args, kwargs, output):
+            if module.training and torch._C._current_graph_task_id() == -1:  # not a recomputation in backward
+                largest = self._largest_logits(module, **seen, mask=kwargs.get("attention_mask"))
+                torch.maximum(self._largest[index], largest.to(self._largest), out=self._largest[index])
+            seen.clear()
+
+        return [
+            _query_projection(layer).register_forward_hook(keep("query")),
+            layer.kv_a_proj_with_mqa.register_forward_hook(keep("latent")),
+            layer.kv_b_proj.register_forward_hook(keep("key_value")),
+            layer.register_forward_hook(measure, with_kwargs=True),
+        ]
+
+    def _largest_logits(self, layer, query, latent, key_value, mask):
+        """[H]: the largest logit of every head over the pairs that attend; the projections are [B, T, ...]."""
+        batch, length, _ = query.shape
+        query = query.view(batch, length, layer.num_heads, layer.qk_dim).transpose(1, 2)
+        key = key_value.view(batch, length, layer.num_heads, -1).transpose(1, 2)[..., : layer.nope_dim]
+        shared = latent[:, None, :, layer.kv_rank :].expand(-1, layer.num_heads, -1, -1)
+        key = torch.cat([key, shared], dim=-1)
+        largest = query.new_full((layer.num_heads,), -torch.inf)
+        for start in range(0, length, self.ROWS):
+            rows = slice(start, start + self.ROWS)
+            logits = query[:, :, rows] @ key.transpose(2, 3) * layer.scaling
+            if mask is None:
+                later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(start + 1)
+                logits.masked_fill_(later, -torch.inf)
+            elif mask.dtype == torch.bool:
+                logits.masked_fill_(~mask[:, :, rows], -torch.inf)
+            else:
+                logits += mask[:, :, rows]
+            largest = torch.maximum(largest, logits.amax(dim=(0, 2, 3)))
+        return largest
+
+    @torch.no_grad()
+    def step(self) -> torch.Tensor:
+        """Shrink the heads that exceeded the threshold, over all processes.
+
+        Returns:
+            [MLA layers, H] float32 on the CPU: the largest logits since the last call, -inf if there was no forward.
+        """
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)
+        for layer, largest in zip(self.layers, self._largest, strict=True):
+            # of a head without positive logits nothing is to be shrunk, whatever the sign of its largest one
+            gamma = (self.threshold / largest.clamp(min=self.threshold)).to(layer.kv_b_proj.weight.device)
+            query = _query_projection(layer).weight.view(layer.num_heads, layer.qk_dim, -1)
+            key_value = layer.kv_b_proj.weight.view(layer.num_heads, layer.nope_dim + layer.v_dim, -1)
+            gamma = gamma.to(query.dtype)[:, None, None]
+            query[:, : layer.nope_dim] *= gamma.sqrt()
+            query[:, layer.nope_dim :] *= gamma
+            key_value[:, : layer.nope_dim] *= gamma.sqrt()
+        measured = self._largest.to("cpu", torch.float32, copy=True)
+        self._largest.fill_(-torch.inf)
+        return measured
+
+
+def _query_projection(layer: nn.Module) -> nn.Module:
+    return layer.q_b_proj if hasattr(layer, "q_b_proj") else layer.q_proj
