@@ -1,6 +1,22 @@
 """Training tools: router balance, the Muon optimizer and LoRA, for any training loop or transformers' `Trainer`."""
 
+import importlib
+
 from .balancing import QuantileBalancer, QuantileBalancerCallback
 from .muon import PerHeadMuon, QKClip, muon_groups
 
-__all__ = ["PerHeadMuon", "QKClip", "QuantileBalancer", "QuantileBalancerCallback", "muon_groups"]
+_NEEDS_PEFT = ("export_expert_loras", "lora_targets")
+
+__all__ = ["PerHeadMuon", "QKClip", "QuantileBalancer", "QuantileBalancerCallback", "muon_groups", *_NEEDS_PEFT]
+
+
+def __getattr__(name):
+    if name not in _NEEDS_PEFT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(".lora", __name__)
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise ImportError(f"{name} needs peft: pip install 'kimi-k3[train]'") from error
+    return getattr(module, name)

@@ -1,0 +1,333 @@
+"""LoRA for Kimi K3 with peft: which modules to adapt, and adapters on the routed experts that stay low-rank.
+
+peft's own way to adapt 3-D expert parameters (`target_parameters`) builds the update of all experts, [E, out, in], in
+every forward, and needs floating-point weights. The layer here multiplies the tokens of an expert by its two factors
+and leaves the weights alone, so MXFP4 experts stay packed:
+
+    h = act(W_gate_up x + s B_gu (A_gu x));   y = W_down h + s B_d (A_d h)          for every expert, s = alpha / r
+
+Importing this module makes peft use it: `LoraConfig`, `get_peft_model`, `PeftModel.from_pretrained` and what is built
+on them work as with any model.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import nn
+
+from kimi_k3.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+
+WEIGHTS = ("gate_up", "down")
+
+
+def lora_targets(
+    model: nn.Module,
+    attention: bool | None = None,
+    dense: bool | None = None,
+    experts: bool | None = None,
+    shared: bool | None = None,
+    latent: bool | None = None,
+    router: bool | None = False,
+) -> dict:
+    """Arguments of `LoraConfig` that adapt exactly the chosen parts: `LoraConfig(r=8, **lora_targets(model))`.
+
+    A part that is True must be there, one that is None is taken where the model has it.
+
+    Args:
+        model: a Kimi K3 model.
+        attention: every projection of the KDA and MLA layers.
+        dense: gate, up and down of the MLP layers without experts.
+        experts: all routed experts, gate, up and down of each.
+        shared: gate, up and down of the shared experts.
+        latent: the projections into and out of the experts' latent width.
+        router: the router's weight. Off by default: it moves tokens to experts that have not seen them.
+
+    Returns:
+        `task_type`, `target_modules` (full names) and, with the router, `target_parameters`.
+
+    Raises:
+        ValueError: if a part that is True, or everything together, matches nothing.
+    """
+    chosen = {
+        "attention": (attention, lambda parent, name: parent.endswith(".self_attn")),
+        "dense": (dense, lambda parent, name: parent.endswith(".mlp")),
+        "experts": (experts, lambda parent, name: parent.endswith(".block_sparse_moe") and name == "experts"),
+        "shared": (shared, lambda parent, name: parent.endswith(".shared_experts")),
+        "latent": (latent, lambda parent, name: name in ("routed_expert_down_proj", "routed_expert_up_proj")),
+        "router": (router, lambda parent, name: parent.endswith(".block_sparse_moe") and name == "gate"),
+    }
+    matched = {part: [] for part in chosen}
+    for full_name, module in model.named_modules():
+        parent, _, name = full_name.rpartition(".")
+        for part, (wanted, belongs) in chosen.items():
+            fits = isinstance(module, nn.Linear) or part in ("experts", "router")
+            if wanted is not False and fits and belongs(parent, name):
+                matched[part].append(full_name)
+    for part, (wanted, _) in chosen.items():
+        if wanted and not matched[part]:
+            raise ValueError(f"{type(model).__name__} has nothing to adapt for {part}=True")
+    routers = matched.pop("router")
+    modules = [name for names in matched.values() for name in names]
+    if not modules and not routers:
+        raise ValueError(f"nothing of {type(model).__name__} is chosen for adaptation")
+    targets = {"task_type": "CAUSAL_LM", "target_modules": modules}
+    if routers:
+        targets["target_parameters"] = [f"{name}.weight" for name in routers]
+    return targets
+
+
+class _PackedLinear(torch.autograd.Function):
+    """x [T, K] by MXFP4 weights; backward decodes them again, so that no decoded weight is kept between the two."""
+
+    @staticmethod
+    def forward(ctx, x, packed, scale):
+        ctx.save_for_backward(packed, scale)
+        return F.linear(x, dequantize_mxfp4(packed, scale, x.dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ dequantize_mxfp4(*ctx.saved_tensors, grad.dtype), None, None
+
+
+class LoraExperts(nn.Module, LoraLayer):
+    """Adapters on all routed experts of a layer, around `KimiK3Experts` or `KimiK3PackedExperts`.
+
+    Per adapter four tensors, the expert first as in the base weights [E, out, in]:
+
+        lora_gate_up_A [E, r, D]    lora_gate_up_B [E, 2M, r], gate rows first
+        lora_down_A    [E, r, M]    lora_down_B    [E, D, r]
+    """
+
+    adapter_layer_names = tuple(f"lora_{weight}_{factor}" for weight in WEIGHTS for factor in "AB")
+
+    def __init__(self, base_layer, adapter_name, config, r=0, lora_alpha=1, **kwargs):
+        super().__init__()
+        LoraLayer.__init__(self, base_layer, **kwargs)
+        self.packed = hasattr(base_layer, "gate_up_proj_packed")
+        for name in self.adapter_layer_names:
+            setattr(self, name, nn.ParameterDict())
+        self._active_adapter = adapter_name
+        self._unmerged = None  # the base weights while adapters are merged into them
+        self.update_layer(adapter_name, r, lora_alpha, config)
+
+    def _get_in_out_features(self, module):
+        return None, None  # there are two pairs of them
+
+    def update_layer(self, adapter_name, r, lora_alpha, config, **kwargs):
+        """Add an adapter; called by peft."""
+        if r <= 0:
+            raise ValueError(f"r must be positive, not {r}")
+        if config.lora_bias:
+            raise ValueError("lora_bias=True: routed experts have no bias")
+        if config.init_lora_weights not in (True, False, "gaussian"):
+            raise ValueError(f"init_lora_weights={config.init_lora_weights!r} is not implemented for routed experts")
+        self.resolve_lora_variant(config=config)  # refuses DoRA and the other variants
+        self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
+        self.scaling[adapter_name] = lora_alpha / (r**0.5 if config.use_rslora else r)
+        self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, False
+        self.lora_bias[adapter_name] = False
+        self.lora_dropout[adapter_name] = nn.Dropout(config.lora_dropout) if config.lora_dropout > 0 else nn.Identity()
+        base = next(self.get_base_layer().parameters())
+        dtype = base.dtype if base.is_floating_point() else torch.float32
+        for weight in WEIGHTS:
+            experts, rows, columns = self._shape(weight)
+            a = torch.empty(experts, r, columns, dtype=dtype, device=base.device)
+            b = torch.zeros(experts, rows, r, dtype=dtype, device=base.device)
+            if config.init_lora_weights == "gaussian":
+                nn.init.normal_(a, std=1 / r)
+            else:
+                nn.init.uniform_(a, -(columns**-0.5), columns**-0.5)  # as nn.Linear is initialised
+            if config.init_lora_weights is False:
+                nn.init.uniform_(b, -(r**-0.5), r**-0.5)
+            getattr(self, f"lora_{weight}_A")[adapter_name] = nn.Parameter(a)
+            getattr(self, f"lora_{weight}_B")[adapter_name] = nn.Parameter(b)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def _shape(self, weight):
+        """[E, out, in] of the weights that `weight` names."""
+        base = self.get_base_layer()
+        if self.packed:
+            experts, rows, packed_columns = getattr(base, f"{weight}_proj_packed").shape
+            return experts, rows, 2 * packed_columns
+        return getattr(base, f"{weight}_proj").shape
+
+    def _acting(self):
+        return [name for name in self.active_adapters if name in self.lora_gate_up_A]
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        """As the base layer: [T, D], chosen experts [T, k] and their weights [T, k] -> [T, D] float32."""
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        if self.disable_adapters or self.merged or not self._acting():
+            return self.base_layer(hidden_states, top_k_index, top_k_weights)
+        base = self.get_base_layer()
+        product = {weight: self._product(weight) for weight in WEIGHTS}
+        out = hidden_states.new_zeros(
+            hidden_states.shape, dtype=torch.promote_types(hidden_states.dtype, torch.float32)
+        )
+        top_k = top_k_index.shape[-1]
+        flat_ids = top_k_index.flatten()
+        order = torch.argsort(flat_ids, stable=True)
+        counts = torch.bincount(flat_ids, minlength=base.num_experts).tolist()
+        weights = top_k_weights.flatten()[order]
+        for expert, (rows, share) in enumerate(zip((order // top_k).split(counts), weights.split(counts), strict=True)):
+            if len(rows) == 0:
+                continue
+            hidden = base._apply_gate(product["gate_up"](expert, hidden_states[rows]))
+            result = product["down"](expert, hidden)
+            out.index_add_(0, rows, result.to(out.dtype) * share[:, None])
+        return out
+
+    def _product(self, weight):
+        """(expert, rows [n, in]) -> [n, out]: the base weight and the factors of every acting adapter."""
+        base = self.get_base_layer()
+        if self.packed:
+            packed, scale = getattr(base, f"{weight}_proj_packed"), getattr(base, f"{weight}_proj_scale")
+        else:
+            dense = getattr(base, f"{weight}_proj").unbind(0)
+        # unbind once: indexing a parameter for every expert would make a full-size gradient for each of them
+        factors = [
+            (
+                getattr(self, f"lora_{weight}_A")[name].unbind(0),
+                getattr(self, f"lora_{weight}_B")[name].unbind(0),
+                self.lora_dropout[name],
+                self.scaling[name],
+            )
+            for name in self._acting()
+        ]
+
+        def product(expert, rows):
+            if self.packed:
+                result = _PackedLinear.apply(rows, packed[expert], scale[expert])
+            else:
+                result = F.linear(rows, dense[expert])
+            total = result
+            for a, b, dropout, scaling in factors:
+                wide = dropout(self._cast_input_dtype(rows, a[expert].dtype))
+                total = total + F.linear(F.linear(wide, a[expert]), b[expert]) * scaling
+            return total.to(result.dtype)
+
+        return product
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add the adapters to the base weights, expert by expert; packed ones are rounded to MXFP4 again.
+
+        The base weights are kept beside them for `unmerge`, which restores them to the last bit.
+        """
+        names = check_adapters_to_merge(self, adapter_names)
+        if names and self._unmerged is None:
+            self._unmerged = {key: value.clone() for key, value in self.get_base_layer().state_dict().items()}
+        self._merge(names, safe_merge)
+
+    def _merge(self, names, safe_merge):
+        names = [name for name in names if name in self.lora_gate_up_A]
+        if not names:
+            return
+        base = self.get_base_layer()
+        for weight in WEIGHTS:
+            factors = [
+                (getattr(self, f"lora_{weight}_A")[name], getattr(self, f"lora_{weight}_B")[name], self.scaling[name])
+                for name in names
+            ]
+            for expert in range(base.num_experts):
+                update = sum(b[expert].float() @ a[expert].float() * scaling for a, b, scaling in factors)
+                if safe_merge and not torch.isfinite(update).all():
+                    raise ValueError(f"the update of expert {expert} by {names} is not finite")
+                if self.packed:
+                    parts = [getattr(base, f"{weight}_proj_{kind}")[expert] for kind in ("packed", "scale")]
+                    merged = quantize_mxfp4(dequantize_mxfp4(*parts, torch.float32) + update)
+                else:
+                    parts = [getattr(base, f"{weight}_proj")[expert]]
+                    merged = [parts[0].to(torch.promote_types(parts[0].dtype, torch.float32)) + update]
+                for part, value in zip(parts, merged, strict=True):
+                    part.copy_(value)
+        self.merged_adapters.extend(names)
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Put the base weights back as they were."""
+        if self._unmerged is not None:
+            self.get_base_layer().load_state_dict(self._unmerged)
+        self._unmerged = None
+        self.merged_adapters.clear()
+
+    @torch.no_grad()
+    def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None):
+        """The base layer, with the adapters merged into it if `merge`; called by peft when nothing is to be undone."""
+        if merge:
+            self._merge(check_adapters_to_merge(self, adapter_names), safe_merge)
+        return self.get_base_layer()
+
+
+class _AnyExperts(type):
+    """isinstance by name: the package's classes and their copies in a checkpoint's folder."""
+
+    def __instancecheck__(cls, module):
+        return type(module).__name__ in ("KimiK3Experts", "KimiK3PackedExperts")
+
+
+class RoutedExperts(metaclass=_AnyExperts):
+    """What `LoraExperts` is for, in peft's table of layers."""
+
+
+def _teach_peft():
+    """Put our layer into the table of every LoraConfig, those that are read from a file included.
+
+    peft has the table for this purpose, but each config starts with an empty one and none is saved.
+    """
+    original = LoraConfig.__post_init__
+
+    @functools.wraps(original)
+    def __post_init__(config):
+        original(config)
+        config._register_custom_module({RoutedExperts: LoraExperts})
+
+    LoraConfig.__post_init__ = __post_init__
+
+
+_teach_peft()
+
+
+def export_expert_loras(model: PeftModel, folder: str | Path, adapter_name: str = "default") -> None:
+    """Write an adapter with one LoRA for each matrix of each expert, as engines with unfused experts read it.
+
+    `...experts.lora_gate_up_A` [E, r, D] and the like become, for every expert e and in peft's ordinary layout,
+    `...experts.{e}.w1` (gate), `.w3` (up) and `.w2` (down) `.lora_A.weight` [r, in] and `.lora_B.weight` [out, r]. The
+    gate and the up matrix have the same factor A. Everything else of the adapter is written as it is.
+
+    Args:
+        model: with the adapter.
+        folder: gets `adapter_model.safetensors` and `adapter_config.json`.
+        adapter_name: which adapter.
+    """
+    exported = {}
+    for name, tensor in get_peft_model_state_dict(model, adapter_name=adapter_name).items():
+        prefix, _, kind = name.rpartition(".lora_")
+        if kind not in ("gate_up_A", "gate_up_B", "down_A", "down_B"):
+            exported[name] = tensor.contiguous()
+            continue
+        weight, _, factor = kind.rpartition("_")
+        matrices = ("w1", "w3") if weight == "gate_up" else ("w2",)
+        for expert, of_expert in enumerate(tensor):
+            parts = of_expert.chunk(len(matrices)) if factor == "B" else [of_expert] * len(matrices)
+            for matrix, part in zip(matrices, parts, strict=True):
+                exported[f"{prefix}.{expert}.{matrix}.lora_{factor}.weight"] = part.clone().contiguous()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(exported, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = model.peft_config[adapter_name].to_dict()
+    config["inference_mode"] = True
+    config["target_modules"] = sorted(
+        {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in exported}
+        - {target.rpartition(".")[0] for target in config["target_parameters"] or ()}
+    )
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, default=sorted) + "\n")
