@@ -1,0 +1,303 @@
+"""`kimi-k3 train`: packed local text, chunked cross entropy, killed runs, input that cannot work."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig, cli
+from kimi_k3.training import text_run
+from kimi_k3.training.cross_entropy import chunked_cross_entropy
+from kimi_k3.training.text_data import PackedRows
+
+WORDS = "the cat sat on a mat and the dog ran to the big red barn by the old mill".split()
+VOCABULARY = 257
+
+
+def byte_tokenizer():
+    alphabet = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def document(seed, words=6):
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (words,), generator=generator))
+
+
+TEXTS = [document(seed, 3 + seed % 5) for seed in range(40)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random MoE model of one KDA and one MLA layer, with a tokenizer of bytes."""
+    config = KimiK3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        linear_attn_config={
+            "kda_layers": [1],
+            "full_attn_layers": [2],
+            "num_heads": 2,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+            "use_full_rank_gate": True,
+        },
+        attn_res_block_size=2,
+        num_experts=8,
+        num_experts_per_token=2,
+        num_shared_experts=1,
+        moe_intermediate_size=32,
+        routed_expert_hidden_size=32,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    KimiK3ForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The same documents as jsonl and as parquet."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    Dataset.from_dict({"text": TEXTS}).to_parquet(str(folder / "text.parquet"))
+    return folder
+
+
+# --- chunked cross entropy -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunked_cross_entropy_equals_torch(chunk):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(23, 16, dtype=torch.float64), torch.randn(50, 16, dtype=torch.float64)
+    targets = torch.randint(50, (23,))
+    targets[[0, 9, 22]] = -100
+    ours, theirs = ([t.clone().requires_grad_() for t in (hidden, weight)] for _ in range(2))
+    loss = chunked_cross_entropy(*ours, targets, chunk)
+    expected = F.cross_entropy(theirs[0] @ theirs[1].T, targets, reduction="sum")
+    (loss / 3).backward(), (expected / 3).backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_logits_of_all_tokens_are_never_made():
+    """No tensor of T x V elements is allocated, forward or backward."""
+    tokens, vocabulary, largest = 256, 512, []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            largest.extend(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if torch.is_tensor(t))
+            return out
+
+    hidden = torch.randn(tokens, 8, requires_grad=True)
+    weight = torch.randn(vocabulary, 8, requires_grad=True)
+    with Watch():
+        chunked_cross_entropy(hidden, weight, torch.randint(vocabulary, (tokens,)), 32).backward()
+    assert max(largest) <= 32 * vocabulary
+
+
+# --- packed rows -----------------------------------------------------------------------------------------------------
+
+
+def rows_of(file, count, context=64, seed=0, split_long=False):
+    stream = PackedRows([file], byte_tokenizer(), context, VOCABULARY, seed, split_long)
+    return stream, [stream.next_row() for _ in range(count)]
+
+
+def documents_of(row):
+    """Text of every document of a row."""
+    ids, starts = row["input_ids"][0], (row["position_ids"][0] == 0).nonzero().flatten().tolist()
+    ends = [*starts[1:], len(ids)]
+    return [byte_tokenizer().decode(ids[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["text.jsonl", "text.parquet"])
+def test_an_epoch_has_every_document_once(data, name):
+    _, rows = rows_of(data / name, 60)
+    seen = [text for row in rows for text in documents_of(row)]
+    assert sorted(seen[: len(TEXTS)]) == sorted(f"{text}<|end|>" for text in TEXTS)
+    assert seen[: len(TEXTS)] != seen[len(TEXTS) : 2 * len(TEXTS)], "the next epoch has another order"
+    assert all(row["input_ids"].shape[1] <= 64 for row in rows)
+
+
+def test_targets_stay_within_a_document(data):
+    _, rows = rows_of(data / "text.jsonl", 5)
+    for row in rows:
+        ids, positions, targets = row["input_ids"][0], row["position_ids"][0], row["targets"]
+        last = torch.cat([positions[1:] == 0, torch.tensor([True])])
+        assert (targets[last] == -100).all()
+        assert torch.equal(targets[~last], ids[1:][~last[:-1]])
+
+
+def test_a_row_costs_what_its_documents_cost_alone(checkpoint, data):
+    """Exact isolation: the loss of a packed row is the sum of its documents', each in a forward of its own."""
+    model = KimiK3ForCausalLM.from_pretrained(checkpoint)
+    _, rows = rows_of(data / "text.jsonl", 3)
+    for row in rows:
+        with torch.no_grad():
+            hidden = model.model(row["input_ids"], position_ids=row["position_ids"], use_cache=False)[0][0]
+            packed = chunked_cross_entropy(hidden, model.lm_head.weight, row["targets"])
+            starts = (row["position_ids"][0] == 0).nonzero().flatten().tolist()
+            alone = 0.0
+            for start, end in zip(starts, [*starts[1:], row["input_ids"].shape[1]], strict=True):
+                ids = row["input_ids"][:, start:end]
+                alone += model(ids, labels=ids, use_cache=False).loss * (end - start - 1)
+        assert len(starts) > 1
+        torch.testing.assert_close(packed, alone, rtol=1e-5, atol=0)
+
+
+def test_the_stream_continues_where_it_was(data):
+    stream, _ = rows_of(data / "text.jsonl", 17)
+    state = json.loads(json.dumps(stream.state_dict()))
+    again, _ = rows_of(data / "text.jsonl", 0)
+    again.load_state_dict(state)
+    for _ in range(20):
+        ours, theirs = stream.next_row(), again.next_row()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_long_documents_are_cut_on_request(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text(document(0, 200))
+    _, rows = rows_of(file, 20, split_long=True)
+    pieces = [byte_tokenizer().decode(row["input_ids"][0]) for row in rows]
+    assert "".join(pieces[: -(-(len(file.read_text()) + 1) // 64)]) == file.read_text() + "<|end|>"
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def arguments(checkpoint, file, out, *more):
+    return ["train", str(checkpoint), str(file), "--out", str(out), "--context", "64", "--rows", "2", *more]
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(checkpoint, data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--save-every", "4"]
+    assert cli.main(arguments(checkpoint, data / "text.jsonl", out, *more)) == 0
+    return out
+
+
+def test_a_run_from_scratch(finished):
+    curve = losses(finished)
+    assert abs(curve[0] - math.log(VOCABULARY)) < 0.1
+    assert curve[-1] < 0.6 * curve[0]
+    assert (finished / "curve.png").stat().st_size > 1000
+    entry = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"step", "loss", "grad_norm", "rate", "tokens", "router_max_load", "largest_attention_logit"} <= set(entry)
+
+
+def test_the_saved_model_is_the_trained_one(finished, data, checkpoint):
+    trained = KimiK3ForCausalLM.from_pretrained(finished / "model")
+    state = torch.load(finished / "state.pt", weights_only=True)["model"]
+    assert all(torch.equal(value, state[name]) for name, value in trained.state_dict().items())
+    assert any(layer.block_sparse_moe.gate.e_score_correction_bias.any() for layer in list(trained.model.layers)[1:])
+    assert cli.main(["generate", str(finished / "model"), "--prompt", "the", "--max-new-tokens", "3"]) == 0
+
+
+def test_two_runs_are_equal(finished, checkpoint, data, tmp_path):
+    more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--gradient-checkpointing"]
+    assert cli.main(arguments(checkpoint, data / "text.jsonl", tmp_path / "run", *more)) == 0
+    assert losses(tmp_path / "run") == losses(finished)
+
+
+def test_a_killed_run_continues_on_the_same_curve(finished, checkpoint, data, tmp_path):
+    """SIGKILL at whatever step it is at, twice; then to the end."""
+    more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--save-every", "4"]
+    command = [sys.executable, "-P", "-c", "import sys; from kimi_k3.cli import main; sys.exit(main())"]
+    command += arguments(checkpoint, data / "text.jsonl", tmp_path / "run", *more)
+    log = tmp_path / "run" / "metrics.jsonl"
+    for lines in (6, 15):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= lines):
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert cli.main(command[4:]) == 0
+    assert losses(tmp_path / "run") == losses(finished)
+
+
+def refusal(capsys, *argv):
+    assert cli.main([str(argument) for argument in argv]) == 2
+    return capsys.readouterr().err
+
+
+def test_data_that_cannot_work_is_refused(checkpoint, data, tmp_path, capsys):
+    empty, long, other = tmp_path / "empty.txt", tmp_path / "long.txt", tmp_path / "other.jsonl"
+    empty.touch()
+    long.write_text("x" * 100)
+    other.write_text('{"body": "no text here"}\n')
+    for file, message in (
+        (empty, "empty.txt is empty"),
+        (tmp_path / "absent.txt", "there is no file"),
+        (tmp_path / "data.csv", "all be of one kind"),
+        (long, "has 101 tokens, the context 64"),
+        (other, "has no `text`, only body"),
+    ):
+        argv = arguments(checkpoint, file, tmp_path / "run", "--steps", "2")
+        assert message in refusal(capsys, *argv)
+
+
+def test_token_ids_out_of_range_are_refused(checkpoint, data, tmp_path, capsys):
+    config = KimiK3TextConfig.from_pretrained(checkpoint)
+    config.vocab_size = 100
+    config.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    argv = arguments(tmp_path / "model", data / "text.jsonl", tmp_path / "run", "--steps", "2", "--from-scratch")
+    assert "vocab_size is 100" in refusal(capsys, *argv)
+
+
+def test_a_loss_that_is_not_finite_loses_no_state(checkpoint, data, tmp_path, capsys, monkeypatch):
+    argv = arguments(checkpoint, data / "text.jsonl", tmp_path / "run", "--steps", "6", "--save-every", "2")
+    exact, calls = text_run.chunked_cross_entropy, []
+
+    def breaks(*args):
+        calls.append(1)
+        return exact(*args) * (float("nan") if len(calls) > 6 else 1)  # two rows a step: in step 4
+
+    monkeypatch.setattr(text_run, "chunked_cross_entropy", breaks)
+    assert "step 4: the loss is nan" in refusal(capsys, *argv)
+    monkeypatch.setattr(text_run, "chunked_cross_entropy", exact)
+    assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["step"] == 2
+    assert cli.main(argv) == 0
+    assert len(losses(tmp_path / "run")) == 6
+
+
+def test_a_run_of_other_settings_is_not_continued(finished, checkpoint, data, capsys):
+    argv = arguments(checkpoint, data / "text.jsonl", finished, "--steps", "40", "--from-scratch")
+    assert "steps was 30, is 40" in refusal(capsys, *argv)

@@ -1,0 +1,55 @@
+"""Cross entropy of a language-model head that never holds the logits of all tokens."""
+
+import torch
+
+IGNORED = -100
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Gradients are made with the loss, chunk by chunk: what is kept for backward is [T, D] and [V, D]."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunk):
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            h, target = hidden[rows], targets[rows, None]
+            counted = target != IGNORED
+            target = target.clamp_min(0)
+            logits = (h @ weight.T).to(torch.promote_types(h.dtype, torch.float32))
+            normaliser = logits.logsumexp(-1, keepdim=True)
+            loss += ((normaliser - logits.gather(-1, target)) * counted).sum()
+            # d loss / d logits = softmax - one at the target
+            slope = logits.sub_(normaliser).exp_()
+            slope.scatter_add_(-1, target, slope.new_full((), -1).expand(target.shape))
+            slope = (slope * counted).to(h.dtype)
+            grad_hidden[rows] = slope @ weight.to(h.dtype)
+            if grad_weight is not None:
+                grad_weight += slope.T @ h
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_weight = None if grad_weight is None else grad_weight * grad
+        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int = 1024
+) -> torch.Tensor:
+    """Sum over tokens of the cross entropy of `hidden @ weight.T`, with at most [chunk, V] logits in memory.
+
+    Args:
+        hidden: [T, D].
+        weight: [V, D] of the head.
+        targets: [T] token ids; -100 is ignored.
+        chunk: tokens at a time.
+
+    Returns:
+        float32 scalar, the sum; divide by the number of targets for the mean.
+    """
+    return _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk)

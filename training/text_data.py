@@ -1,0 +1,123 @@
+"""Local text as packed rows: files -> documents -> token ids -> rows of whole documents, streamed.
+
+A row holds documents end to end, no padding, and says where each starts, so that the model keeps them apart exactly.
+The position in the stream is two numbers and what is left over from the last document: a run that was killed continues
+with the row it would have seen.
+"""
+
+from pathlib import Path
+
+import torch
+from datasets import load_dataset
+
+from kimi_k3.training.cross_entropy import IGNORED
+
+# file ending -> (builder of `datasets`, its options); the text is in the column `text`
+FORMATS = {
+    ".txt": ("text", {"sample_by": "document"}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+}
+SHUFFLED = 10_000  # documents that are shuffled at a time
+
+
+class DataError(ValueError):
+    """Data that cannot be trained on; the text is one sentence."""
+
+
+class PackedRows:
+    """An endless stream of packed rows over the documents of `files`; every epoch has an order of its own.
+
+    Args:
+        files: .txt (a file is one document), .jsonl and .parquet (a row is one, its text in `text`), all of one kind.
+        tokenizer: of transformers; a document ends with its end-of-text token.
+        context: tokens in a row, at most.
+        vocab_size: of the model; a token id outside is an error.
+        seed: of the order.
+        split_long: cut documents longer than `context` into pieces instead of refusing them.
+    """
+
+    def __init__(self, files: list[Path], tokenizer, context: int, vocab_size: int, seed: int, split_long: bool):
+        kinds = {file.suffix for file in files}
+        if len(kinds) != 1 or not kinds <= set(FORMATS):
+            raise DataError(f"data files must all be of one kind, {', '.join(FORMATS)}, not {', '.join(sorted(kinds))}")
+        for file in files:
+            if not file.is_file():
+                raise DataError(f"there is no file {file}")
+            if file.stat().st_size == 0:
+                raise DataError(f"{file} is empty")
+        if tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no end-of-text token (eos_token) to end a document with")
+        builder, options = FORMATS[kinds.pop()]
+        stream = load_dataset(
+            builder, data_files=[str(file) for file in files], split="train", streaming=True, **options
+        )
+        self.stream = stream.shuffle(seed=seed, buffer_size=SHUFFLED)
+        self.tokenizer, self.context, self.vocab_size, self.split_long = tokenizer, context, vocab_size, split_long
+        self.epoch, self.taken, self.pending = 0, 0, []
+        self._documents = None
+
+    def state_dict(self) -> dict:
+        return {"epoch": self.epoch, "taken": self.taken, "pending": [list(piece) for piece in self.pending]}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.epoch, self.taken, self.pending = state["epoch"], state["taken"], [list(p) for p in state["pending"]]
+        self._documents = None
+
+    def _next_text(self):
+        """The next document's text; the end of an epoch starts the next one."""
+        for _ in range(2):
+            if self._documents is None:
+                self.stream.set_epoch(self.epoch)
+                self._documents = iter(self.stream)
+                for _ in range(self.taken):  # of a run that continues; `skip` would not follow the shuffled order
+                    next(self._documents)
+            document = next(self._documents, None)
+            if document is not None:
+                self.taken += 1
+                if not isinstance(document.get("text"), str):
+                    raise DataError(f"document {self.taken} has no `text`, only {', '.join(sorted(document))}")
+                return document["text"]
+            self.epoch, self.taken, self._documents = self.epoch + 1, 0, None
+        raise DataError("the data files hold no documents")
+
+    def _next_pieces(self):
+        """Token ids of the next document with something to predict, in pieces that fit into a row."""
+        started = self.epoch
+        while True:
+            ids = self.tokenizer(self._next_text(), verbose=False).input_ids
+            if not ids or ids[-1] != self.tokenizer.eos_token_id:
+                ids = [*ids, self.tokenizer.eos_token_id]
+            if max(ids) >= self.vocab_size:
+                raise DataError(
+                    f"the tokenizer gives the token id {max(ids)}, but the model's vocab_size is {self.vocab_size}"
+                )
+            if len(ids) > self.context and not self.split_long:
+                raise DataError(
+                    f"document {self.taken} of the shuffled stream has {len(ids)} tokens, the context {self.context}: "
+                    "raise --context, or cut long documents with --split-long"
+                )
+            pieces = [ids[start : start + self.context] for start in range(0, len(ids), self.context)]
+            pieces = [piece for piece in pieces if len(piece) > 1]
+            if pieces:
+                return pieces
+            if self.epoch - started > 1:
+                raise DataError("the data files hold no document of more than one token")
+
+    def next_row(self) -> dict[str, torch.Tensor]:
+        """`input_ids` and `position_ids` [1, T], T at most the context, and `targets` [T]: the next token within the
+        document, -100 at its end."""
+        documents, room = [], self.context
+        while room > 1:
+            if not self.pending:
+                self.pending = self._next_pieces()
+            if len(self.pending[0]) > room:
+                break
+            documents.append(torch.tensor(self.pending.pop(0)))
+            room -= len(documents[-1])
+        end = torch.tensor([IGNORED])
+        return {
+            "input_ids": torch.cat(documents)[None],
+            "position_ids": torch.cat([torch.arange(len(document)) for document in documents])[None],
+            "targets": torch.cat([part for document in documents for part in (document[1:], end)]),
+        }

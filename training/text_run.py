@@ -1,0 +1,194 @@
+"""Training of a model on local text, with everything on disk that a killed run needs to continue on the same curve.
+
+The optimizer is per-head Muon with QK-clip, the experts are balanced by Quantile Balancing, the learning rate warms up
+over 1 % of the steps and falls along a cosine (Kimi K3 report, p. 10-11). A run folder holds
+
+    state.pt         model, optimizer, position in the data: replaced as a whole, so a kill while writing loses nothing
+    metrics.jsonl    a line for every step
+    curve.png        loss and load over the steps, where matplotlib is installed
+    model/           the trained model and its tokenizer, once the run is finished
+"""
+
+import dataclasses
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from kimi_k3 import KimiK3ForCausalLM
+from kimi_k3.training.balancing import QuantileBalancer
+from kimi_k3.training.cross_entropy import IGNORED, chunked_cross_entropy
+from kimi_k3.training.muon import PerHeadMuon, QKClip, muon_groups
+from kimi_k3.training.text_data import DataError, PackedRows
+
+WARMUP = 0.01
+MAX_GRAD_NORM = 1.0
+
+
+@dataclasses.dataclass
+class TextRun:
+    """What a run is made of; a run can only be continued with the same values.
+
+    Attributes:
+        files: the training data (see `PackedRows`).
+        steps: optimizer steps.
+        context: tokens in a packed row, at most.
+        rows: packed rows in a step.
+        rate: peak learning rate.
+        seed: of the weights of a new model and of the order of the data.
+        split_long: cut documents that are longer than the context.
+    """
+
+    files: list[str]
+    steps: int
+    context: int
+    rows: int
+    rate: float
+    seed: int
+    split_long: bool
+
+    def rate_at(self, step: int) -> float:
+        """Linear warmup, then a cosine to a hundredth of the peak."""
+        warmup = max(round(WARMUP * self.steps), 1)
+        progress = max(step + 1 - warmup, 0) / max(self.steps - warmup, 1)
+        return self.rate * min((step + 1) / warmup, 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+class TextTraining:
+    """A run on one device: `train()` does the steps that are left.
+
+    Args:
+        model: float32 parameters; bfloat16 compute on a GPU.
+        tokenizer: of transformers.
+        run: what to do.
+        folder: the run folder; a state in it is continued.
+        save_every: steps between two states.
+    """
+
+    def __init__(self, model: KimiK3ForCausalLM, tokenizer, run: TextRun, folder: Path, save_every: int):
+        self.model, self.tokenizer, self.run, self.folder, self.save_every = model, tokenizer, run, folder, save_every
+        files = [Path(file) for file in run.files]
+        self.data = PackedRows(files, tokenizer, run.context, model.config.vocab_size, run.seed, run.split_long)
+        self.optimizer = PerHeadMuon(muon_groups(model), lr=run.rate)
+        self.balancer = QuantileBalancer(model) if model.config.num_experts else None
+        self.clip = QKClip(model) if "full_attention" in model.config.layer_types else None
+        self.step = self.tokens = 0
+        self.state_file, self.log_file = folder / "state.pt", folder / "metrics.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.state_file.exists():
+            self._load()
+        elif self.log_file.exists():
+            self.log_file.unlink()  # of a run that was killed before its first state
+
+    def train(self) -> None:
+        """Do the steps that are left, then save the model.
+
+        Raises:
+            FloatingPointError: for a loss or gradient that is not finite; the last state stays as it was.
+        """
+        self.model.train()
+        bar = tqdm(total=self.run.steps, initial=self.step, desc="train", unit="step", mininterval=1.0)
+        with bar, self.log_file.open("a") as log:
+            while self.step < self.run.steps:
+                metrics = self._one_step()
+                log.write(json.dumps(metrics) + "\n")
+                log.flush()
+                bar.update()
+                bar.set_postfix(loss=f"{metrics['loss']:.3f}", refresh=False)
+                if self.step % self.save_every == 0 or self.step == self.run.steps:
+                    self._save()
+        draw_curve(self.log_file, self.folder / "curve.png")
+        self.model.save_pretrained(self.folder / "model")
+        self.tokenizer.save_pretrained(self.folder / "model")
+
+    def _one_step(self):
+        started, device = time.perf_counter(), self.model.device
+        rate = self.run.rate_at(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        rows = [self.data.next_row() for _ in range(self.run.rows)]
+        counted = sum(int((row["targets"] != IGNORED).sum()) for row in rows)
+        loss = 0.0
+        for row in rows:
+            row = {name: tensor.to(device) for name, tensor in row.items()}
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+                hidden = self.model.model(row["input_ids"], position_ids=row["position_ids"], use_cache=False)[0]
+                part = chunked_cross_entropy(hidden[0], self.model.lm_head.weight, row["targets"]) / counted
+            part.backward()
+            loss += part.item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM).item()
+        if not math.isfinite(loss + norm):
+            raise FloatingPointError(
+                f"step {self.step + 1}: the loss is {loss} and the gradient's norm {norm}; the last saved state is "
+                "untouched, continue from it with a lower --rate in a copy of the run folder"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.tokens += sum(row["input_ids"].numel() for row in rows)
+        metrics = {"step": self.step, "loss": loss, "grad_norm": norm, "rate": rate, "tokens": self.tokens}
+        if self.balancer is not None:
+            metrics["router_max_load"] = self.balancer.step().max().item()
+        if self.clip is not None:
+            metrics["largest_attention_logit"] = self.clip.step().max().item()
+        metrics["seconds"] = round(time.perf_counter() - started, 3)
+        return metrics
+
+    def _save(self):
+        state = {
+            "run": dataclasses.asdict(self.run),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "data": self.data.state_dict(),
+            "step": self.step,
+            "tokens": self.tokens,
+        }
+        new = self.state_file.with_suffix(".new")
+        torch.save(state, new)
+        os.replace(new, self.state_file)
+
+    def _load(self):
+        state = torch.load(self.state_file, map_location=self.model.device, weights_only=True)
+        before, now = state["run"], dataclasses.asdict(self.run)
+        changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
+        if changed:
+            raise DataError(f"{self.folder} holds a run of other settings ({'; '.join(changed)}): choose a new folder")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.data.load_state_dict(state["data"])
+        self.step, self.tokens = state["step"], state["tokens"]
+        # Lines of steps after the saved state are about to be written again; the last may be cut off by the kill.
+        lines = self.log_file.read_text().splitlines()[: self.step]
+        self.log_file.write_text("".join(f"{line}\n" for line in lines))
+
+
+def draw_curve(log: Path, picture: Path) -> None:
+    """Loss over the steps and, with experts, the load of the fullest one; nothing where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot([entry["step"] for entry in entries], [entry["loss"] for entry in entries], color="#0072B2")
+    axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
+    axes.grid(alpha=0.25)
+    if "router_max_load" in entries[0]:
+        load = axes.twinx()
+        load.plot(
+            [entry["step"] for entry in entries],
+            [entry["router_max_load"] for entry in entries],
+            color="#D55E00",
+            linewidth=0.8,
+            linestyle="--",
+        )
+        load.set_ylabel("fullest expert / mean load (dashed)")
+    figure.savefig(picture, dpi=90)
+    pyplot.close(figure)
