@@ -112,6 +112,19 @@ def test_what_is_not_there_is_refused(data_dir):
         lora_targets(dense, attention=False, dense=False)
 
 
+def test_an_expert_without_weights_changes_only_its_own_tokens(data_dir):
+    """Fault 13: experts are plain slices of a parameter, and nothing else depends on one of them."""
+    model = load(data_dir / "k3_tiny_mxfp4", dequantize=True)
+    block = next(m for n, m in model.named_modules() if n.endswith("layers.3.block_sparse_moe"))
+    x = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        chosen = block.gate(x[0])[1]
+        before = block(x)[0]
+        block.experts.down_proj[7] = 0
+        changed = (block(x)[0] != before).any(-1)[0]
+    assert torch.equal(changed, (chosen == 7).any(-1)) and changed.any() and not changed.all()
+
+
 # --- the layer -------------------------------------------------------------------------------------------------------
 
 

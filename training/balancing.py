@@ -64,8 +64,8 @@ class RouterRecorder:
             recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass
             if not layer.training or recomputing:
                 return
-            logits, layout = output[3], kwargs.get("layout")
-            self.record(index, torch.sigmoid(logits if layout is None else logits[layout.order]))
+            logits, real = output[3], getattr(kwargs.get("layout"), "order", None)
+            self.record(index, torch.sigmoid(logits if real is None else logits[real]))
 
         return hook
 
