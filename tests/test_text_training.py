@@ -262,12 +262,16 @@ def test_data_that_cannot_work_is_refused(checkpoint, data, tmp_path, capsys):
     empty.touch()
     long.write_text("x" * 100)
     other.write_text('{"body": "no text here"}\n')
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "broken.parquet").write_text("not parquet")
     for file, message in (
         (empty, "empty.txt is empty"),
         (tmp_path / "absent.txt", "there is no file"),
         (tmp_path / "data.csv", "all be of one kind"),
         (long, "has 101 tokens, the context 64"),
         (other, "has no `text`, only body"),
+        (tmp_path / "broken.jsonl", "cannot be read: "),
+        (tmp_path / "broken.parquet", "cannot be read: "),
     ):
         argv = arguments(checkpoint, file, tmp_path / "run", "--steps", "2")
         assert message in refusal(capsys, *argv)

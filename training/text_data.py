@@ -5,6 +5,7 @@ The position in the stream is two numbers and what is left over from the last do
 with the row it would have seen.
 """
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -23,6 +24,16 @@ SHUFFLED = 10_000  # documents that are shuffled at a time
 
 class DataError(ValueError):
     """Data that cannot be trained on; the text is one sentence."""
+
+
+@contextlib.contextmanager
+def _readable():
+    """What `datasets` raises for a file that is not what its name says, in one sentence; the kinds of error vary."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise DataError(f"the data files cannot be read: {reason}") from error
 
 
 class PackedRows:
@@ -49,9 +60,9 @@ class PackedRows:
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-text token (eos_token) to end a document with")
         builder, options = FORMATS[kinds.pop()]
-        stream = load_dataset(
-            builder, data_files=[str(file) for file in files], split="train", streaming=True, **options
-        )
+        names = [str(file) for file in files]
+        with _readable():
+            stream = load_dataset(builder, data_files=names, split="train", streaming=True, **options)
         self.stream = stream.shuffle(seed=seed, buffer_size=SHUFFLED)
         self.tokenizer, self.context, self.vocab_size, self.split_long = tokenizer, context, vocab_size, split_long
         self.epoch, self.taken, self.pending = 0, 0, []
@@ -72,7 +83,8 @@ class PackedRows:
                 self._documents = iter(self.stream)
                 for _ in range(self.taken):  # of a run that continues; `skip` would not follow the shuffled order
                     next(self._documents)
-            document = next(self._documents, None)
+            with _readable():
+                document = next(self._documents, None)
             if document is not None:
                 self.taken += 1
                 if not isinstance(document.get("text"), str):

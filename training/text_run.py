@@ -124,7 +124,7 @@ class TextTraining:
         if not math.isfinite(loss + norm):
             raise FloatingPointError(
                 f"step {self.step + 1}: the loss is {loss} and the gradient's norm {norm}; the last saved state is "
-                "untouched, continue from it with a lower --rate in a copy of the run folder"
+                "untouched"
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -162,7 +162,7 @@ class TextTraining:
         self.data.load_state_dict(state["data"])
         self.step, self.tokens = state["step"], state["tokens"]
         # Lines of steps after the saved state are about to be written again; the last may be cut off by the kill.
-        lines = self.log_file.read_text().splitlines()[: self.step]
+        lines = self.log_file.read_text().splitlines()[: self.step] if self.log_file.exists() else []
         self.log_file.write_text("".join(f"{line}\n" for line in lines))
 
 
