@@ -125,6 +125,12 @@ def test_an_expert_without_weights_changes_only_its_own_tokens(data_dir):
     assert torch.equal(changed, (chosen == 7).any(-1)) and changed.any() and not changed.all()
 
 
+def test_a_second_adapter_has_the_same_targets(packed):
+    before = lora_targets(packed, router=True)
+    adapter = get_peft_model(packed, LoraConfig(r=2, **before))
+    assert lora_targets(adapter, router=True) == lora_targets(packed, router=True) == before
+
+
 def test_without_peft_the_extra_is_named():
     code = "import sys; sys.modules['peft'] = None; from kimi_k3.training import muon_groups, lora_targets"
     run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)

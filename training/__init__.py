@@ -1,13 +1,22 @@
-"""Training tools: router balance, the Muon optimizer and LoRA, for any training loop or transformers' `Trainer`."""
+"""Training tools for any training loop or transformers' `Trainer`: router balance, the Muon optimizer, LoRA, a loss."""
 
 import importlib
 
 from .balancing import QuantileBalancer, QuantileBalancerCallback
+from .cross_entropy import chunked_cross_entropy
 from .muon import PerHeadMuon, QKClip, muon_groups
 
 _NEEDS_PEFT = ("export_expert_loras", "lora_targets")
 
-__all__ = ["PerHeadMuon", "QKClip", "QuantileBalancer", "QuantileBalancerCallback", "muon_groups", *_NEEDS_PEFT]
+__all__ = [
+    "PerHeadMuon",
+    "QKClip",
+    "QuantileBalancer",
+    "QuantileBalancerCallback",
+    "chunked_cross_entropy",
+    "muon_groups",
+    *_NEEDS_PEFT,
+]
 
 
 def __getattr__(name):

@@ -42,7 +42,7 @@ def lora_targets(
     A part that is True must be there, one that is None is taken where the model has it.
 
     Args:
-        model: a Kimi K3 model.
+        model: a Kimi K3 model, with or without adapters.
         attention: every projection of the KDA and MLA layers.
         dense: gate, up and down of the MLP layers without experts.
         experts: all routed experts, gate, up and down of each.
@@ -64,11 +64,13 @@ def lora_targets(
         "latent": (latent, lambda parent, name: name in ("routed_expert_down_proj", "routed_expert_up_proj")),
         "router": (router, lambda parent, name: parent.endswith(".block_sparse_moe") and name == "gate"),
     }
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
     matched = {part: [] for part in chosen}
     for full_name, module in model.named_modules():
         parent, _, name = full_name.rpartition(".")
+        linear = getattr(module, "base_layer", module)  # below the adapter that is there already
         for part, (wanted, belongs) in chosen.items():
-            fits = isinstance(module, nn.Linear) or part in ("experts", "router")
+            fits = isinstance(linear, nn.Linear) or part in ("experts", "router")
             if wanted is not False and fits and belongs(parent, name):
                 matched[part].append(full_name)
     for part, (wanted, _) in chosen.items():
