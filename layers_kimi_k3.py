@@ -446,17 +446,25 @@ class KimiK3PackedExperts(nn.Module):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """[T, D] -> [T, D] float32. Compiled, the experts of all tokens are decoded at once: meant for few tokens."""
 
-        def weights_of(expert):
-            dtype = hidden_states.dtype
+        def packed(expert):
             return (
-                mxfp4.dequantize_mxfp4(self.gate_up_proj_packed[expert], self.gate_up_proj_scale[expert], dtype),
-                mxfp4.dequantize_mxfp4(self.down_proj_packed[expert], self.down_proj_scale[expert], dtype),
+                (self.gate_up_proj_packed[expert], self.gate_up_proj_scale[expert]),
+                (self.down_proj_packed[expert], self.down_proj_scale[expert]),
             )
 
+        def decoded(experts):
+            return tuple(mxfp4.dequantize_mxfp4(*weight, hidden_states.dtype) for weight in packed(experts))
+
         if torch.compiler.is_compiling():
-            return experts_op.gathered_experts(hidden_states, top_k_index, top_k_weights, weights_of, self._apply_gate)
+            return experts_op.gathered_experts(hidden_states, top_k_index, top_k_weights, decoded, self._apply_gate)
         return experts_op.grouped_experts(
-            hidden_states, top_k_index, top_k_weights, self.num_experts, weights_of, self._apply_gate
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            self.num_experts,
+            packed,
+            self._apply_gate,
+            lambda rows, weight: mxfp4.packed_linear(rows, *weight),
         )
 
 

@@ -22,8 +22,9 @@ def grouped_experts(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     num_experts: int,
-    weights_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    weights_of: Callable[[int], tuple],
     activation: Callable[[torch.Tensor], torch.Tensor],
+    linear: Callable = F.linear,
 ) -> torch.Tensor:
     """u_t = sum_k weight_tk * expert_k(x_t).
 
@@ -32,8 +33,9 @@ def grouped_experts(
         expert_ids: [T, k] chosen experts, distinct in a row.
         expert_weights: [T, k] float32.
         num_experts: E.
-        weights_of: expert -> (gate_up [2M, D], gate rows first; down [D, M]).
+        weights_of: expert -> (gate_up [2M, D], gate rows first; down [D, M]), in the form that `linear` takes.
         activation: [rows, 2M] -> [rows, M].
+        linear: (rows [n, in], weight [out, in]) -> [n, out].
 
     Returns:
         [T, D] float32 (float64 for float64 x), summed in the order of the experts.
@@ -53,7 +55,7 @@ def grouped_experts(
             continue
         rows = tokens[start : start + count]
         gate_up, down = weights_of(expert)
-        result = F.linear(activation(F.linear(x[rows], gate_up)), down)
+        result = linear(activation(linear(x[rows], gate_up)), down)
         out.index_add_(0, rows, result.to(out.dtype) * weights[start : start + count, None])
         start += count
     return out

@@ -9,6 +9,7 @@ Scale byte 255 is NaN in the OCP Microscaling specification and decodes to NaN h
 import functools
 
 import torch
+import torch.nn.functional as F
 
 GROUP = 32
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -49,6 +50,34 @@ def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
     values = codes[torch.stack([packed & 15, packed >> 4], dim=-1).long()]
     grouped = values.reshape(*scale.shape, GROUP) * scales[scale.long()][..., None]
     return grouped.reshape(*packed.shape[:-1], packed.shape[-1] * 2).to(dtype)
+
+
+class _PackedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(x, packed, scale):
+        return F.linear(x, dequantize_mxfp4(packed, scale, x.dtype))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ dequantize_mxfp4(*ctx.saved_tensors, grad.dtype), None, None
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x W^T; backward decodes W once more, so that no decoded weight is kept for it.
+
+    Args:
+        x: [..., K].
+        packed: [O, K / 2] uint8.
+        scale: [O, K / 32] uint8.
+
+    Returns:
+        [..., O].
+    """
+    return _PackedLinear.apply(x, packed, scale)
 
 
 def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -202,23 +202,34 @@ def test_gradients_are_those_of_the_factors(model):
         torch.testing.assert_close(getattr(lora, name)["default"].grad.double(), factor.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_no_tensor_of_the_size_of_all_experts_is_made(model):
+@pytest.mark.parametrize("trained", ["experts", "attention", "all but the experts"])
+def test_no_tensor_of_the_size_of_all_experts_is_made(model, trained):
     """Neither an update [E, out, in] nor decoded experts are alive between forward and backward."""
-    adapter = adapted(model, parts=EXPERTS_ONLY).train()
-    ids, kept = tokens(rows=3), []
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in adapter.parameters()}
+    if trained != "all but the experts":
+        parts = {**EXPERTS_ONLY, "experts": trained == "experts", "attention": trained == "attention"}
+        model = adapted(model, parts=parts)
+    ids, kept, packed = tokens(rows=3), [], 0
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def pack(tensor):
-        if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in parameters:
-            kept.append(tuple(tensor.shape))
+        nonlocal packed
+        if tensor.dtype == torch.uint8:
+            packed += 1
+        elif tensor.untyped_storage().data_ptr() not in parameters:
+            kept.append(tensor.detach())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        adapter(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    gate_up, down = (64, 32), (32, 32)  # 8 experts
-    assert not {(8, *gate_up), (8, *down), (8, *gate_up[::-1])} & set(kept)
-    if model.expert_storage == "packed":
-        assert not {gate_up, down, gate_up[::-1]} & set(kept)
+        loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert kept and not {(8, 64, 32), (8, 32, 64), (8, 32, 32)} & {tuple(tensor.shape) for tensor in kept}
+    held = dict(model.named_parameters())
+    names = [name.removesuffix("_packed") for name in held if name.endswith("_proj_packed")]
+    assert (packed > 6 * 8) == bool(names)
+    for name in names:
+        for weight in dequantize_mxfp4(held[f"{name}_packed"], held[f"{name}_scale"], torch.float32):
+            alike = [tensor for tensor in kept if tensor.numel() == weight.numel()]
+            assert not any(torch.equal(t, w) for t in alike for w in (weight, weight.T) if t.shape == w.shape)
 
 
 def test_without_an_adapter_the_base_is_left_to_the_last_bit(model):

@@ -175,6 +175,18 @@ def test_mxfp4_of_zeros_and_of_tiny_values():
         torch.testing.assert_close(got, weight, rtol=0.34, atol=1e-38)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mxfp4_product_has_the_value_and_gradient_of_the_decoded_weight(dtype):
+    torch.manual_seed(0)
+    packed, scale = mxfp4.quantize_mxfp4(torch.randn(48, 64))
+    ours, theirs = (torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype) for _ in range(2))
+    out = mxfp4.packed_linear(ours.requires_grad_(), packed, scale)
+    expected = torch.nn.functional.linear(theirs.requires_grad_(), mxfp4.dequantize_mxfp4(packed, scale, dtype))
+    assert torch.equal(out, expected)
+    out.square().sum().backward(), expected.square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 def test_grouped_experts_equal_a_loop_over_tokens():
     torch.manual_seed(0)
     tokens, size, width, count, top_k = 13, 6, 4, 5, 2

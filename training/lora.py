@@ -23,7 +23,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
 
-from kimi_k3.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from kimi_k3.kernels.experts import grouped_experts
+from kimi_k3.kernels.mxfp4 import dequantize_mxfp4, packed_linear, quantize_mxfp4
 
 WEIGHTS = ("gate_up", "down")
 
@@ -84,19 +85,6 @@ def lora_targets(
     if routers:
         targets["target_parameters"] = [f"{name}.weight" for name in routers]
     return targets
-
-
-class _PackedLinear(torch.autograd.Function):
-    """x [T, K] by MXFP4 weights; backward decodes them again, so that no decoded weight is kept between the two."""
-
-    @staticmethod
-    def forward(ctx, x, packed, scale):
-        ctx.save_for_backward(packed, scale)
-        return F.linear(x, dequantize_mxfp4(packed, scale, x.dtype))
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad @ dequantize_mxfp4(*ctx.saved_tensors, grad.dtype), None, None
 
 
 class LoraExperts(nn.Module, LoraLayer):
@@ -171,22 +159,16 @@ class LoraExperts(nn.Module, LoraLayer):
         if self.disable_adapters or self.merged or not self._acting():
             return self.base_layer(hidden_states, top_k_index, top_k_weights)
         base = self.get_base_layer()
-        product = {weight: self._product(weight) for weight in WEIGHTS}
-        out = hidden_states.new_zeros(
-            hidden_states.shape, dtype=torch.promote_types(hidden_states.dtype, torch.float32)
+        gate_up, down = map(self._product, WEIGHTS)
+        return grouped_experts(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            base.num_experts,
+            lambda expert: (functools.partial(gate_up, expert), functools.partial(down, expert)),
+            base._apply_gate,
+            lambda rows, product: product(rows),
         )
-        top_k = top_k_index.shape[-1]
-        flat_ids = top_k_index.flatten()
-        order = torch.argsort(flat_ids, stable=True)
-        counts = torch.bincount(flat_ids, minlength=base.num_experts).tolist()
-        weights = top_k_weights.flatten()[order]
-        for expert, (rows, share) in enumerate(zip((order // top_k).split(counts), weights.split(counts), strict=True)):
-            if len(rows) == 0:
-                continue
-            hidden = base._apply_gate(product["gate_up"](expert, hidden_states[rows]))
-            result = product["down"](expert, hidden)
-            out.index_add_(0, rows, result.to(out.dtype) * share[:, None])
-        return out
 
     def _product(self, weight):
         """(expert, rows [n, in]) -> [n, out]: the base weight and the factors of every acting adapter."""
@@ -208,7 +190,7 @@ class LoraExperts(nn.Module, LoraLayer):
 
         def product(expert, rows):
             if self.packed:
-                result = _PackedLinear.apply(rows, packed[expert], scale[expert])
+                result = packed_linear(rows, packed[expert], scale[expert])
             else:
                 result = F.linear(rows, dense[expert])
             total = result
