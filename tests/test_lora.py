@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -267,6 +268,39 @@ def test_two_adapters(model):
     first.delete_adapter("second")
     assert torch.equal(logits(first), alone)
     assert not [name for name in first.state_dict() if "second" in name]
+
+
+def test_a_combination_that_would_leave_the_experts_out_is_refused(packed):
+    """peft looks for factors of other names and would give the experts a new adapter that does nothing."""
+    adapter = adapted(packed, parts={"experts": False})
+    adapter.add_adapter("second", config_for(packed, parts={"experts": False}))
+    adapter.add_adapter("third", config_for(packed, parts=EXPERTS_ONLY))
+    with pytest.raises(ValueError, match=r"routed experts \(third\)"):
+        adapter.add_weighted_adapter(["default", "third"], [0.5, 0.5], "mixed", combination_type="cat")
+    assert "mixed" not in adapter.peft_config
+    adapter.add_weighted_adapter(["default", "second"], [0.5, 0.5], "mixed", combination_type="cat")
+    adapter.set_adapter("mixed")
+    mixed = logits(adapter)
+    adapter.base_model.set_adapter(["default", "second"])
+    for layer in (m for m in adapter.modules() if isinstance(m, LoraLayer)):
+        layer.scale_layer(0.5)
+    torch.testing.assert_close(mixed, logits(adapter), **CLOSE)
+
+
+def test_the_scale_of_a_layer_is_that_of_its_experts(packed):
+    adapter = adapted(packed, parts=EXPERTS_ONLY)
+    layers = [module for module in adapter.modules() if isinstance(module, LoraLayer)]
+    acting = logits(adapter)
+    for layer in layers:
+        layer.scale_layer(0.5)
+    scaled = logits(adapter)
+    for layer in layers:
+        layer.unscale_layer()
+        layer.set_scale("default", 0.5)
+    assert torch.equal(logits(adapter), scaled) and not torch.equal(scaled, acting)
+    for layer in layers:
+        layer.unscale_layer(0.5)
+    assert torch.equal(logits(adapter), acting)
 
 
 def test_dropout_acts_in_training_only(model):

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, LoraModel
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
@@ -152,6 +152,19 @@ class LoraExperts(nn.Module, LoraLayer):
     def _acting(self):
         return [name for name in self.active_adapters if name in self.lora_gate_up_A]
 
+    def scale_layer(self, scale: float) -> None:
+        """Multiply the scale of the acting adapters."""
+        for name in self._acting():
+            self.scaling[name] *= scale
+
+    def unscale_layer(self, scale: float | None = None) -> None:
+        """Divide the scale of the acting adapters; None puts back the one of their configuration."""
+        for name in self._acting():
+            if scale is None:
+                self.set_scale(name, 1)
+            else:
+                self.scaling[name] /= scale
+
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """As the base layer: [T, D], chosen experts [T, k] and their weights [T, k] -> [T, D] float32."""
         if self.disable_adapters and self.merged:
@@ -266,7 +279,8 @@ class RoutedExperts(metaclass=_AnyExperts):
 def _teach_peft():
     """Put our layer into the table of every LoraConfig, those that are read from a file included.
 
-    peft has the table for this purpose, but each config starts with an empty one and none is saved.
+    peft has the table for this purpose, but each config starts with an empty one and none is saved. And what peft
+    would skip in silence, because it looks for factors under other names, is refused.
     """
     original = LoraConfig.__post_init__
 
@@ -276,6 +290,19 @@ def _teach_peft():
         config._register_custom_module({RoutedExperts: LoraExperts})
 
     LoraConfig.__post_init__ = __post_init__
+    combine = LoraModel.add_weighted_adapter
+
+    @functools.wraps(combine)
+    def add_weighted_adapter(self, adapters, *args, **kwargs):
+        layers = [module for module in self.modules() if isinstance(module, LoraExperts)]
+        if concerned := [name for name in adapters if any(name in layer.lora_gate_up_A for layer in layers)]:
+            raise ValueError(
+                f"add_weighted_adapter cannot combine adapters of routed experts ({', '.join(concerned)}): they act "
+                "together with base_model.set_adapter([...]), weighted by set_scale of each layer"
+            )
+        return combine(self, adapters, *args, **kwargs)
+
+    LoraModel.add_weighted_adapter = add_weighted_adapter
 
 
 _teach_peft()
