@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kimi_k3 import KimiK3ForCausalLM
+from kimi_k3 import CACHE_ARGUMENT, KimiK3ForCausalLM
 from kimi_k3.training import PerHeadMuon, QKClip, muon_groups
 from kimi_k3.training.small_model import round_experts
 
@@ -228,9 +230,20 @@ def mla_logits(model, index, inputs):
     return torch.einsum("bthd,bshd->bhts", q, k) * 24**-0.5, out.attentions[mla.index(index)]
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
-def test_qk_clip_measures_the_pairs_that_attend(model, kind, implementation):
+def like_flash(module, query, key, value, mask, scaling, cu_seq_lens_q=None, **kwargs):
+    """What a flash kernel computes: the real tokens in one row with offsets, or a mask [B, S] of them."""
+    allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    if cu_seq_lens_q is not None:
+        number = torch.repeat_interleave(cu_seq_lens_q.diff())
+        allowed &= number[:, None] == number
+    elif mask is not None:
+        allowed = allowed & mask[:, None, None].bool()
+    return F.scaled_dot_product_attention(query, key, value, allowed, scale=scaling).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize("kind", ["plain", "padded", "packed", "with a cache"])
+def test_qk_clip_measures_the_pairs_that_attend(model, kind, implementation, monkeypatch):
     with torch.no_grad():
         for index in (3, 6):
             model.model.layers[index].self_attn.q_b_proj.weight *= 40
@@ -239,18 +252,25 @@ def test_qk_clip_measures_the_pairs_that_attend(model, kind, implementation):
         "plain": {"input_ids": ids},
         "padded": {"input_ids": ids, "attention_mask": torch.tensor([[0] * 5 + [1] * 15, [1] * 20])},
         "packed": {"input_ids": ids, "position_ids": torch.cat([torch.arange(7), torch.arange(13)]).expand(2, -1)},
+        "with a cache": {"input_ids": ids, "attention_mask": torch.tensor([[1] * 15 + [0] * 5, [1] * 20])},
     }[kind]
-    model.set_attn_implementation(implementation)
+    if implementation == "eager":
+        model.set_attn_implementation("eager")
     expected = []
     for index in (3, 6):
         logits, weights = mla_logits(model, index, inputs)
         attends = weights > 0
         if kind == "padded":
             attends[0, :, :5] = False  # a row of padding attends anywhere and is read by nobody
+        elif kind == "with a cache":
+            attends[0, :, 15:] = False
         expected.append(logits.masked_fill(~attends, -torch.inf).amax(dim=(0, 2, 3)))
+    if implementation == "flash_attention_2":
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, implementation, like_flash)
+        model.config._attn_implementation = implementation
     clip = QKClip(model, threshold=1e9)
     clip.ROWS = 8
-    model(use_cache=False, **inputs)
+    model(use_cache=kind == "with a cache", **inputs)
     torch.testing.assert_close(clip.step(), torch.stack(expected), rtol=1e-4, atol=1e-4)
 
 
@@ -278,6 +298,11 @@ def test_qk_clip_shrinks_the_heads_above_the_threshold_only(model):
     values = attention.kv_b_proj.weight.view(4, 32, -1)[:, 16:]
     assert torch.equal(values, before["kv_b_proj.weight"].view(4, 32, -1)[:, 16:])
     clip.step()
+    cache = model(use_cache=True, **inputs)[CACHE_ARGUMENT]
+    clip.step()
+    for width in (8, 1):  # expanded, then absorbed
+        model(input_ids=tokens(2, width), **{CACHE_ARGUMENT: cache})
+    assert torch.isneginf(clip.step()).all(), "a continued cache is not measured"
     model.eval()(**inputs)
     assert torch.isneginf(clip.step()).all(), "evaluation is not measured"
     clip.close()

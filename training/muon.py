@@ -181,7 +181,8 @@ class QKClip:
 
         q_nope, k_nope *= sqrt(gamma)        q_rope *= gamma        (the shared k_rope belongs to all heads)
 
-    Measuring costs one more product of queries and keys a training forward.
+    Measuring costs one more product of queries and keys a training forward. Recomputation under gradient checkpointing,
+    evaluation and forwards that go on from a cache are not measured.
 
     Args:
         model: a Kimi K3 model, or anything that holds one.
@@ -218,8 +219,12 @@ class QKClip:
 
         @torch.no_grad()
         def measure(module, args, kwargs, output):
-            if module.training and torch._C._current_graph_task_id() == -1:  # not a recomputation in backward
-                largest = self._largest_logits(module, **seen, mask=kwargs.get("attention_mask"))
+            recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass
+            # a forward that goes on from a cache has keys of earlier tokens, or folds them into the query
+            whole = "key_value" in seen and seen["key_value"].shape[1] == seen["query"].shape[1]
+            if module.training and whole and not recomputing:
+                sequence = _sequences(kwargs.get("layout"), args[0].shape[:2], seen["query"].shape[:2])
+                largest = self._largest_logits(module, **seen, sequence=sequence)
                 torch.maximum(self._largest[index], largest.to(self._largest), out=self._largest[index])
             seen.clear()
 
@@ -230,8 +235,12 @@ class QKClip:
             layer.register_forward_hook(measure, with_kwargs=True),
         ]
 
-    def _largest_logits(self, layer, query, latent, key_value, mask):
-        """[H]: the largest logit of every head over the pairs that attend; the projections are [B, T, ...]."""
+    def _largest_logits(self, layer, query, latent, key_value, sequence):
+        """[H]: the largest logit of every head over the pairs that attend.
+
+        The projections are [B, T, ...]; `sequence` [B, T] numbers the sequence of every token, -1 at padding, and is
+        None where each row is one. Not the attention mask: its form is that of the attention implementation.
+        """
         batch, length, _ = query.shape
         query = query.view(batch, length, layer.num_heads, layer.qk_dim).transpose(1, 2)
         key = key_value.view(batch, length, layer.num_heads, -1).transpose(1, 2)[..., : layer.nope_dim]
@@ -241,14 +250,11 @@ class QKClip:
         for start in range(0, length, self.ROWS):
             rows = slice(start, start + self.ROWS)
             logits = query[:, :, rows] @ key.transpose(2, 3) * layer.scaling
-            if mask is None:
-                later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(start + 1)
-                logits.masked_fill_(later, -torch.inf)
-            elif mask.dtype == torch.bool:
-                logits.masked_fill_(~mask[:, :, rows], -torch.inf)
-            else:
-                logits += mask[:, :, rows]
-            largest = torch.maximum(largest, logits.amax(dim=(0, 2, 3)))
+            apart = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(start + 1)
+            if sequence is not None:
+                asking = sequence[:, None, rows, None]
+                apart = apart | (asking != sequence[:, None, None]) | (asking < 0)
+            largest = torch.maximum(largest, logits.masked_fill_(apart, -torch.inf).amax(dim=(0, 2, 3)))
         return largest
 
     @torch.no_grad()
@@ -272,6 +278,22 @@ class QKClip:
         measured = self._largest.to("cpu", torch.float32, copy=True)
         self._largest.fill_(-torch.inf)
         return measured
+
+
+def _sequences(layout, given, computed):
+    """[B, T] number of the sequence of every token, -1 at padding; None where each row of the forward is one.
+
+    Args:
+        layout: of the forward, or None.
+        given: (B, T) of the forward.
+        computed: (B, T) of the projections; under flash kernels one row of the real tokens.
+    """
+    if layout is None:
+        return None
+    numbers = torch.repeat_interleave(layout.cu_seqlens.diff())
+    if given == computed:
+        return numbers.new_full((given.numel(),), -1).index_copy(0, layout.order, numbers).view(given)
+    return numbers[None]
 
 
 def _query_projection(layer: nn.Module) -> nn.Module:
