@@ -254,6 +254,18 @@ def test_what_cannot_be_balanced_is_refused():
         balancer.step()
 
 
+def test_a_forward_that_is_not_finite_is_left_to_the_loss():
+    """Whoever trains sees the loss; an index out of range would speak first, and end a process on a GPU."""
+    model = build()
+    balancer = QuantileBalancer(model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[5] = float("nan")
+    ids = torch.full((1, 6), 5)
+    assert model(input_ids=ids, labels=ids, use_cache=False).loss.isnan()
+    balancer.step()
+    assert biases(model).isfinite().all()
+
+
 def test_two_processes_equal_one(tmp_path):
     processes = [subprocess.Popen([sys.executable, "-P", __file__, str(rank), str(tmp_path)]) for rank in range(2)]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]

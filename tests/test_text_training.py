@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig, cli
 from kimi_k3.training import text_run
 from kimi_k3.training.cross_entropy import chunked_cross_entropy
-from kimi_k3.training.text_data import PackedRows
+from kimi_k3.training.text_data import DataError, PackedRows
 
 WORDS = "the cat sat on a mat and the dog ran to the big red barn by the old mill".split()
 VOCABULARY = 257
@@ -109,6 +109,17 @@ def test_chunked_cross_entropy_equals_torch(chunk):
         torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-6, atol=1e-6)
 
 
+def test_what_has_no_cross_entropy_is_refused():
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(10, 8)
+    for wrong in (-1, 10):
+        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+            chunked_cross_entropy(hidden, weight, torch.tensor([1, wrong, 2, -100]))
+    loss = chunked_cross_entropy(hidden, weight, torch.tensor([1, 3, 2, -100]))
+    (slope,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
+
+
 def test_logits_of_all_tokens_are_never_made():
     """No tensor of T x V elements is allocated, forward or backward."""
     tokens, vocabulary, largest = 256, 512, []
@@ -184,6 +195,18 @@ def test_the_stream_continues_where_it_was(data):
     for _ in range(20):
         ours, theirs = stream.next_row(), again.next_row()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_files_that_lost_documents_are_not_continued(tmp_path):
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    stream, _ = rows_of(file, 10)
+    file.write_text(json.dumps({"text": TEXTS[0]}) + "\n")
+    again, _ = rows_of(file, 0)
+    again.load_state_dict(stream.state_dict())
+    with pytest.raises(DataError, match=f"have changed: the run has read {stream.taken}"):
+        for _ in range(5):
+            again.next_row()
 
 
 def test_long_documents_are_cut_on_request(tmp_path):
@@ -275,6 +298,17 @@ def test_data_that_cannot_work_is_refused(checkpoint, data, tmp_path, capsys):
     ):
         argv = arguments(checkpoint, file, tmp_path / "run", "--steps", "2")
         assert message in refusal(capsys, *argv)
+
+
+def test_settings_that_cannot_work_are_refused(checkpoint, data, tmp_path, capsys):
+    argv = arguments(checkpoint, data / "text.jsonl", tmp_path / "run", "--steps", "2", "--context", "1")
+    assert "must be at least 2" in refusal(capsys, *argv)
+    config = KimiK3TextConfig.from_pretrained(checkpoint)
+    config.num_experts_per_token = config.num_experts
+    config.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    argv = arguments(tmp_path / "model", data / "text.jsonl", tmp_path / "run", "--steps", "2", "--from-scratch")
+    assert "nothing to balance" in refusal(capsys, *argv)
 
 
 def test_token_ids_out_of_range_are_refused(checkpoint, data, tmp_path, capsys):

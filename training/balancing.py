@@ -107,7 +107,9 @@ class QuantileBalancer(RouterRecorder):
         best = (scores + bias).topk(self.top_k + 1, dim=-1)
         low, width = _bins(bias)
         margins = best.values[:, -1:] - scores
-        bins = ((margins - low) / width).floor_().clamp_(0, BINS - 1).long().T
+        # clamped as integers: a score that is not a number must not become an index out of range, for the caller's own
+        # check of the loss is to speak
+        bins = ((margins - low) / width).floor_().long().clamp_(0, BINS - 1).T
         counts = self._counts[index]
         one = counts.new_ones(())
         counts.scatter_add_(1, bins.to(counts.device), one.expand(bins.shape))

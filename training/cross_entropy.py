@@ -1,6 +1,7 @@
 """Cross entropy of a language-model head that never holds the logits of all tokens."""
 
 import torch
+from torch.autograd.function import once_differentiable
 
 IGNORED = -100
 
@@ -17,7 +18,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             h, target = hidden[rows], targets[rows, None]
             counted = target != IGNORED
-            target = target.clamp_min(0)
+            target = target.masked_fill(~counted, 0)
             logits = (h @ weight.T).to(torch.promote_types(h.dtype, torch.float32))
             normaliser = logits.logsumexp(-1, keepdim=True)
             loss += ((normaliser - logits.gather(-1, target)) * counted).sum()
@@ -32,6 +33,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_weight = None if grad_weight is None else grad_weight * grad

@@ -42,13 +42,15 @@ class PackedRows:
     Args:
         files: .txt (a file is one document), .jsonl and .parquet (a row is one, its text in `text`), all of one kind.
         tokenizer: of transformers; a document ends with its end-of-text token.
-        context: tokens in a row, at most.
+        context: tokens in a row, at most; at least 2.
         vocab_size: of the model; a token id outside is an error.
         seed: of the order.
         split_long: cut documents longer than `context` into pieces instead of refusing them.
     """
 
     def __init__(self, files: list[Path], tokenizer, context: int, vocab_size: int, seed: int, split_long: bool):
+        if context < 2:
+            raise DataError(f"a row of context {context} has nothing to predict: it must be at least 2")
         kinds = {file.suffix for file in files}
         if len(kinds) != 1 or not kinds <= set(FORMATS):
             raise DataError(f"data files must all be of one kind, {', '.join(FORMATS)}, not {', '.join(sorted(kinds))}")
@@ -82,7 +84,8 @@ class PackedRows:
                 self.stream.set_epoch(self.epoch)
                 self._documents = iter(self.stream)
                 for _ in range(self.taken):  # of a run that continues; `skip` would not follow the shuffled order
-                    next(self._documents)
+                    if next(self._documents, None) is None:
+                        raise DataError(f"the data files have changed: the run has read {self.taken} documents of them")
             with _readable():
                 document = next(self._documents, None)
             if document is not None:

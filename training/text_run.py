@@ -74,7 +74,10 @@ class TextTraining:
         files = [Path(file) for file in run.files]
         self.data = PackedRows(files, tokenizer, run.context, model.config.vocab_size, run.seed, run.split_long)
         self.optimizer = PerHeadMuon(muon_groups(model), lr=run.rate)
-        self.balancer = QuantileBalancer(model) if model.config.num_experts else None
+        try:
+            self.balancer = QuantileBalancer(model) if model.config.num_experts else None
+        except ValueError as error:  # a kind of routing that cannot be balanced
+            raise DataError(str(error)) from error
         self.clip = QKClip(model) if "full_attention" in model.config.layer_types else None
         self.step = self.tokens = 0
         self.state_file, self.log_file = folder / "state.pt", folder / "metrics.jsonl"
