@@ -333,6 +333,12 @@ def test_options_that_do_nothing_here_are_refused(packed):
             get_peft_model(packed, LoraConfig(r=2, **lora_targets(packed, **EXPERTS_ONLY), **options))
 
 
+def test_an_adapter_for_each_row_is_refused(packed):
+    adapter = adapted(packed, parts={"latent": False})
+    with pytest.raises(ValueError, match="one choice of adapters for all rows"):
+        adapter(input_ids=tokens(), adapter_names=["default", "__base__"])
+
+
 # --- merging, saving, export -----------------------------------------------------------------------------------------
 
 
@@ -383,6 +389,19 @@ def test_merging_in_place_is_undone_to_the_last_bit(model):
         assert torch.equal(logits(adapter), base)
 
 
+def test_an_update_that_is_not_finite_leaves_the_weights_alone(model):
+    adapter = adapted(model, parts=EXPERTS_ONLY)
+    layer = next(module for module in adapter.modules() if isinstance(module, LoraLayer))
+    before = {name: value.clone() for name, value in layer.get_base_layer().state_dict().items()}
+    with torch.no_grad():
+        layer.lora_down_B["default"][7, 0] = float("inf")
+    for merge in (layer.merge, adapter.merge_and_unload):
+        with pytest.raises(ValueError, match="down of expert 7"):
+            merge(safe_merge=True)
+        assert all(torch.equal(value, before[name]) for name, value in layer.get_base_layer().state_dict().items())
+        assert not layer.merged and layer._unmerged is None
+
+
 RELOAD = """
 import sys, torch
 from peft import PeftModel
@@ -419,13 +438,15 @@ class UnfusedExperts(nn.Module):
 
 def test_export_reads_as_ordinary_adapters_of_unfused_experts(model, tmp_path):
     """Faults 91, 92, 95: stock peft loads every factor onto the expert it belongs to, with the same update."""
-    adapter = adapted(model)
+    patterns = {"rank_pattern": {r"layers\.2\..*experts": 2}, "alpha_pattern": {r"layers\.[34]\..*experts": 20}}
+    adapter = adapted(model, parts={"router": True}, **patterns)
     export_expert_loras(adapter, tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert any(name.endswith("experts.7.w2") for name in config["target_modules"])
-    assert not any(name.endswith("experts") for name in config["target_modules"])
+    assert not any(name.endswith(("experts", ".gate")) for name in config["target_modules"])
+    assert len(config["target_parameters"]) == 6
     tensors = load_file(tmp_path / "adapter_model.safetensors")
-    assert len(tensors) == 2 * (5 * 8 + 2 * 6 + 3 + 18 + 12) + 2 * 6 * 8 * 3
+    assert len(tensors) == 2 * (5 * 8 + 2 * 6 + 3 + 18 + 12 + 6) + 2 * 6 * 8 * 3
 
     plain = nn.Module()
     prefix = next(name for name in tensors if ".experts.0.w1" in name).partition("layers.1.")[0]
@@ -438,12 +459,14 @@ def test_export_reads_as_ordinary_adapters_of_unfused_experts(model, tmp_path):
         layer.block_sparse_moe = UnfusedExperts(8, 32, 32)
     mine = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
     stock_config = LoraConfig.from_pretrained(tmp_path)
-    stock_config.task_type = None  # the toy model does not generate
+    stock_config.task_type = stock_config.target_parameters = None  # the toy model neither generates nor routes
     stock_config.target_modules = {name for name in stock_config.target_modules if ".experts." in name}
     stock = get_peft_model(plain, stock_config)
     report = set_peft_model_state_dict(stock, mine)
     assert not report.unexpected_keys and not [key for key in report.missing_keys if "lora_" in key]
     ours = {name: module for name, module in adapter.named_modules() if name.endswith(".experts")}
+    settings = [(layer.r["default"], layer.lora_alpha["default"]) for layer in ours.values()]
+    assert settings == [(4, 8), (2, 8), (4, 20), (4, 20), (4, 8), (4, 8)]
     for name, layer in ours.items():
         unfused = stock.get_submodule(name)
         gate_up = layer.lora_gate_up_B["default"] @ layer.lora_gate_up_A["default"] * layer.scaling["default"]

@@ -165,8 +165,10 @@ class LoraExperts(nn.Module, LoraLayer):
             else:
                 self.scaling[name] /= scale
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
+    def forward(self, hidden_states, top_k_index, top_k_weights, adapter_names: list[str] | None = None):
         """As the base layer: [T, D], chosen experts [T, k] and their weights [T, k] -> [T, D] float32."""
+        if adapter_names is not None:  # peft's argument for another adapter in each row
+            raise ValueError("adapter_names: routed experts have one choice of adapters for all rows of a batch")
         if self.disable_adapters and self.merged:
             self.unmerge()
         if self.disable_adapters or self.merged or not self._acting():
@@ -220,34 +222,39 @@ class LoraExperts(nn.Module, LoraLayer):
 
         The base weights are kept beside them for `unmerge`, which restores them to the last bit.
         """
-        names = check_adapters_to_merge(self, adapter_names)
-        if names and self._unmerged is None:
-            self._unmerged = {key: value.clone() for key, value in self.get_base_layer().state_dict().items()}
-        self._merge(names, safe_merge)
+        self._merge(check_adapters_to_merge(self, adapter_names), safe_merge, undoable=True)
 
-    def _merge(self, names, safe_merge):
+    def _merge(self, names, safe_merge, undoable):
         names = [name for name in names if name in self.lora_gate_up_A]
         if not names:
             return
+        if safe_merge or self.packed:  # before anything is changed
+            for weight, expert, update in self._updates(names):
+                if not torch.isfinite(update).all():
+                    raise ValueError(f"the update of {weight} of expert {expert} by {names} is not finite")
         base = self.get_base_layer()
+        if undoable and self._unmerged is None:
+            self._unmerged = {key: value.clone() for key, value in base.state_dict().items()}
+        for weight, expert, update in self._updates(names):
+            if self.packed:
+                parts = [getattr(base, f"{weight}_proj_{kind}")[expert] for kind in ("packed", "scale")]
+                merged = quantize_mxfp4(dequantize_mxfp4(*parts, torch.float32) + update)
+            else:
+                parts = [getattr(base, f"{weight}_proj")[expert]]
+                merged = [parts[0].to(torch.promote_types(parts[0].dtype, torch.float32)) + update]
+            for part, value in zip(parts, merged, strict=True):
+                part.copy_(value)
+        self.merged_adapters.extend(names)
+
+    def _updates(self, names):
+        """(weight, expert, what the adapters add to it [out, in] in float32), one after the other."""
         for weight in WEIGHTS:
             factors = [
                 (getattr(self, f"lora_{weight}_A")[name], getattr(self, f"lora_{weight}_B")[name], self.scaling[name])
                 for name in names
             ]
-            for expert in range(base.num_experts):
-                update = sum(b[expert].float() @ a[expert].float() * scaling for a, b, scaling in factors)
-                if safe_merge and not torch.isfinite(update).all():
-                    raise ValueError(f"the update of expert {expert} by {names} is not finite")
-                if self.packed:
-                    parts = [getattr(base, f"{weight}_proj_{kind}")[expert] for kind in ("packed", "scale")]
-                    merged = quantize_mxfp4(dequantize_mxfp4(*parts, torch.float32) + update)
-                else:
-                    parts = [getattr(base, f"{weight}_proj")[expert]]
-                    merged = [parts[0].to(torch.promote_types(parts[0].dtype, torch.float32)) + update]
-                for part, value in zip(parts, merged, strict=True):
-                    part.copy_(value)
-        self.merged_adapters.extend(names)
+            for expert in range(self.get_base_layer().num_experts):
+                yield weight, expert, sum(b[expert].float() @ a[expert].float() * scaling for a, b, scaling in factors)
 
     @torch.no_grad()
     def unmerge(self) -> None:
@@ -261,7 +268,7 @@ class LoraExperts(nn.Module, LoraLayer):
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None):
         """The base layer, with the adapters merged into it if `merge`; called by peft when nothing is to be undone."""
         if merge:
-            self._merge(check_adapters_to_merge(self, adapter_names), safe_merge)
+            self._merge(check_adapters_to_merge(self, adapter_names), safe_merge, undoable=False)
         return self.get_base_layer()
 
 
@@ -320,6 +327,7 @@ def export_expert_loras(model: PeftModel, folder: str | Path, adapter_name: str 
         folder: gets `adapter_model.safetensors` and `adapter_config.json`.
         adapter_name: which adapter.
     """
+    config = model.peft_config[adapter_name].to_dict()
     exported = {}
     for name, tensor in get_peft_model_state_dict(model, adapter_name=adapter_name).items():
         prefix, _, kind = name.rpartition(".lora_")
@@ -328,14 +336,22 @@ def export_expert_loras(model: PeftModel, folder: str | Path, adapter_name: str 
             continue
         weight, _, factor = kind.rpartition("_")
         matrices = ("w1", "w3") if weight == "gate_up" else ("w2",)
+        layer = model.get_submodule(prefix)
         for expert, of_expert in enumerate(tensor):
             parts = of_expert.chunk(len(matrices)) if factor == "B" else [of_expert] * len(matrices)
             for matrix, part in zip(matrices, parts, strict=True):
                 exported[f"{prefix}.{expert}.{matrix}.lora_{factor}.weight"] = part.clone().contiguous()
+                # a pattern of the configuration names the experts of a layer, not each of their matrices
+                for patterns, common, value in (
+                    ("rank_pattern", "r", layer.r[adapter_name]),
+                    ("alpha_pattern", "lora_alpha", layer.lora_alpha[adapter_name]),
+                ):
+                    if value != config[common]:
+                        full_name = f"{prefix}.{expert}.{matrix}".removeprefix("base_model.model.")
+                        config[patterns] = {full_name: value, **(config[patterns] or {})}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(exported, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = model.peft_config[adapter_name].to_dict()
     config["inference_mode"] = True
     config["target_modules"] = sorted(
         {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in exported}
