@@ -170,7 +170,8 @@ class KimiK3DeltaAttention(nn.Module):
                     self.o_norm.weight,
                     recurrent,
                     self.o_norm.eps,
-                    in_place=state.writes_in_place and not kept_rows,
+                    # Under autograd the cache refuses what it is given, unchanged.
+                    in_place=state.writes_in_place and not kept_rows and not torch.is_grad_enabled(),
                 )
             else:
                 convolved, new_tails = zip(
@@ -327,6 +328,7 @@ class KimiK3MLAttention(nn.Module):
         if isinstance(mask, BlockMask):
             at = [torch.arange(n, device=device) for n in (query.shape[0], 1, queries, keys)]
             mask = mask.mask_mod(at[0][:, None, None, None], at[1], at[2][:, None], at[3])
+            mask = mask.expand(query.shape[0], 1, queries, keys)  # one that asks for no row has no dimension for it
         elif mask is None or mask.dim() == 2:
             if mask is not None:
                 mask = mask[:, None, None].bool()

@@ -168,6 +168,20 @@ def test_generation_gives_the_same_text(model, implementation):
     assert torch.equal(text, model.generate(ids, **settings))
 
 
+@torch.no_grad()
+def test_a_few_tokens_of_one_unpadded_row(model, implementation):
+    """Drafts and short chunks go through the absorbed form, where the mask of one plain row has fewer dimensions."""
+    ids = tokens(1, 30)
+    cache = HybridCache(model.config)
+    model(ids[:, :27], **{CACHE: cache})
+    torch.testing.assert_close(model(ids[:, 27:], **{CACHE: cache}).logits, model(ids).logits[:, 27:], **CLOSE)
+    ids = tokens(1, 8).repeat(1, 3)
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    text = model.generate(ids, prompt_lookup_num_tokens=3, **settings)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(text, model.generate(ids, **settings))
+
+
 def test_what_reaches_a_flash_kernel(model, flash):
     """One head size (that of the keys), the scale of q k^T before padding, no dropout; gradients flow."""
     text = model.config.get_text_config()

@@ -240,6 +240,21 @@ def test_static_cache_crosses_inference_mode_and_is_saved(model, tmp_path):
             torch.testing.assert_close(torch.cat(steps, dim=1), expected, **CLOSE)
 
 
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_refused_step_under_autograd_changes_nothing(model, length):
+    """The fused step writes states in place; forgetting `no_grad` once must not spoil them."""
+    ids = tokens(2, PROMPT + length)
+    with torch.no_grad():
+        cache = HybridCache(model.config, max_length=50)
+        model(ids[:, :PROMPT], **{CACHE: cache})
+    with pytest.raises(ValueError, match=r"torch\.no_grad"):
+        model(ids[:, PROMPT:], **{CACHE: cache})
+    assert not any(tensor.requires_grad for layer in cache.layers for tensor in layer.tensors())
+    with torch.no_grad():
+        got = model(ids[:, PROMPT:], **{CACHE: cache}).logits
+        torch.testing.assert_close(got, model(ids).logits[:, PROMPT:], **CLOSE)
+
+
 def test_what_a_static_cache_cannot_do_is_said(model):
     ids = tokens(1, 12)
     with pytest.raises(ValueError, match=r"torch\.no_grad"):
