@@ -24,7 +24,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 # `kernels/` is out of reach of the remote-code loader's relative imports (layers_kimi_k3.py lists its files).
-kda_step = importlib.import_module(".kernels.kda_step", __package__)
+kda, kda_step = (importlib.import_module(f".kernels.{name}", __package__) for name in ("kda", "kda_step"))
 
 # A latent buffer grows by a quarter, so that appending a token does not copy the whole cache every time.
 _GROWTH, _GRANULE = 1.25, 64
@@ -50,6 +50,7 @@ class ProjectedInputs:
         weights: of the convolutions and the gate, as `kda_step.advance` takes them.
         rows, columns: [n] batch row and column (counted from the start of the forward) of every token.
         length: columns of the forward.
+        plain: whether every column of every row is a token.
     """
 
     tokens: tuple[torch.Tensor, ...]
@@ -57,10 +58,12 @@ class ProjectedInputs:
     rows: torch.Tensor
     columns: torch.Tensor
     length: int
+    plain: bool
 
     def _map(self, function) -> "ProjectedInputs":
         tokens = tuple(function(x) for x in self.tokens)
-        return ProjectedInputs(tokens, self.weights, function(self.rows), function(self.columns), self.length)
+        rows, columns = function(self.rows), function(self.columns)
+        return dataclasses.replace(self, tokens=tokens, rows=rows, columns=columns)
 
     def select(self, index: torch.Tensor) -> "ProjectedInputs":
         """The tokens at `index` (positions or a mask), copied, so that the others can be freed."""
@@ -85,11 +88,15 @@ class ProjectedInputs:
         """(tails, state) after the tokens in the first `columns` columns; computed where the weights lie."""
         home, device = self.rows.device, self.weights[1].device
         part = self.select(self.columns < columns).to(device)
-        cu_seqlens = torch.nn.functional.pad(torch.bincount(part.rows, minlength=batch).cumsum(0), (1, 0))
-        tokens = tuple(x[None] for x in part.tokens)
+        if self.plain:  # as a batch, in which a few tokens need no chunks
+            tokens, cu_seqlens = tuple(x.unflatten(0, (batch, -1)) for x in part.tokens), None
+        else:
+            tokens = tuple(x[None] for x in part.tokens)
+            cu_seqlens = torch.nn.functional.pad(torch.bincount(part.rows, minlength=batch).cumsum(0), (1, 0))
         if state is not None:
             tails, state = tuple(tail.to(device) for tail in tails), state.to(device)
-        tails, state = kda_step.advance(tokens[:3], tokens[3:], *self.weights, tails, state, cu_seqlens)
+        with kda.full_precision(device):
+            tails, state = kda_step.advance(tokens[:3], tokens[3:], *self.weights, tails, state, cu_seqlens)
         return tuple(tail.to(home) for tail in tails), state.to(home)
 
 
@@ -213,6 +220,7 @@ class KDACacheLayer(_StateLayer):
             flat // length,
             flat % length,
             length,
+            order is None,
         )
         self._recorded.append(part.to(home))
         excess = self._recorded_columns() - self.recorded_columns

@@ -23,7 +23,6 @@ from .kernels/situ import
 from .kernels/triton_tools import
 """
 
-import contextlib
 import importlib
 
 import torch
@@ -52,13 +51,6 @@ attn_res, experts_op, kda, kda_step, mxfp4, norms, short_conv, situ = map(
 
 # The latent norms of MLA keep the default of the official module, not `rms_norm_eps` (docs/design.md, disputed facts).
 LATENT_NORM_EPS = 1e-6
-
-
-def full_precision(device: torch.device):
-    """Autocast off: the parts that the architecture defines in float32 stay so under mixed-precision training."""
-    if not torch.amp.is_autocast_available(device.type):  # the meta device
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def at_least_float32() -> torch.dtype:
@@ -157,7 +149,7 @@ class KimiK3DeltaAttention(nn.Module):
         weights = conv_weights, self.A_log, self.dt_bias, self.lower_bound
         if state is not None and state.record_past:
             state.record(projected, logits, weights, layout.order if layout is not None else None, batch, length)
-        with full_precision(x.device):
+        with kda.full_precision(x.device):
             # An offloaded norm has its weight only while it is called.
             few = tails is not None and layout is None and length <= kda_step.MAX_TOKENS
             if few and not self.o_norm.weight.is_meta:
@@ -375,7 +367,7 @@ class KimiK3TopkRouter(nn.Module):
     def forward(self, x):
         """[T, hidden] -> logits [T, E] float32, chosen experts [T, k], their weights [T, k] float32."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        with full_precision(x.device):
+        with kda.full_precision(x.device):
             logits = F.linear(x.to(dtype), self.weight.to(dtype))
         scores = torch.sigmoid(logits)
         choice = self._limit_groups(scores.detach() + self.e_score_correction_bias.to(dtype))

@@ -22,6 +22,7 @@ Sums of g run inside each block of the tree instead of being differences of one 
 small decays behind a large one. Memory is O(T (C + K + V)) a head.
 """
 
+import contextlib
 import itertools
 
 import torch
@@ -33,11 +34,20 @@ L2_EPS = 1e-6
 CHUNK = 64
 # Tokens whose chunk matrices exist at once when no gradient is recorded: bounds the extra memory of a long prefill.
 GROUP_TOKENS = 1024
+# So many tokens cost less one after another than as one chunk that is mostly padding (measured on a CPU).
+FEW_TOKENS = 16
 
 
 def working_dtype(tensor: torch.Tensor) -> torch.dtype:
     """float64 stays float64, everything else is computed in float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def full_precision(device: torch.device):
+    """Autocast off: the parts that the architecture defines in float32 stay so under mixed precision."""
+    if not torch.amp.is_autocast_available(device.type):  # the meta device
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def l2norm(x: torch.Tensor, eps: float = L2_EPS) -> torch.Tensor:
@@ -123,7 +133,7 @@ def _composed(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_s
         kda_gate(g, A_log, dt_bias, lower_bound),
         torch.sigmoid(beta.to(torch.promote_types(beta.dtype, torch.float32))),
     )
-    if q.shape[1] == 1 and cu_seqlens is None:
+    if 0 < q.shape[1] <= FEW_TOKENS and cu_seqlens is None:
         out, state = recurrent_kda(*inputs, initial_state=initial_state)
     else:
         out, state = chunk_kda(*inputs, initial_state=initial_state, cu_seqlens=cu_seqlens)

@@ -22,16 +22,16 @@ def advance(
     lower_bound: float | None,
     tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Tails and states after the tokens of N packed sequences, without outputs.
+    """Tails and states after the tokens of N sequences, without outputs.
 
     Args:
-        projected: query, key and value before the convolution, [1, n, H * K or V].
-        logits: of the decay [1, n, H * K] and of beta [1, n, H].
+        projected: query, key and value before the convolution, [N, T, H * K or V], or [1, n, ...] when packed.
+        logits: of the decay [N, T, H * K] and of beta [N, T, H], packed alike.
         conv_weights, A_log, dt_bias, lower_bound: as `kda_step` takes them.
         tails, state: before the tokens, [N, W - 1, H * K or V] and [N, H, K, V]; None for zeros.
-        cu_seqlens: [N + 1].
+        cu_seqlens: [N + 1] offsets of packed sequences, or None.
     """
     convolved, new_tails = zip(
         *(

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kimi_k3 import CACHE_ARGUMENT as CACHE
-from kimi_k3 import HybridCache
+from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.cache_kimi_k3 import RECORDED_COLUMNS
 
 CLOSE = {"atol": 5e-4, "rtol": 0}
@@ -145,9 +145,45 @@ def test_acceptance_stays_total_at_any_length(model):
 
 
 @torch.no_grad()
-def test_crop_costs_less_than_a_decode_step(data_dir):
+def test_autocast_does_not_reach_the_replay(model):
+    """Generating under autocast crops under autocast; states and their replay are float32 all the same."""
+    cache = recording_cache(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(tokens(2, 3 * RECORDED_COLUMNS), **{CACHE: cache})
+        cache.crop(-20)
+        model(tokens(2, 30, 1), **{CACHE: cache})
+        other = copy.deepcopy(cache)
+        cache.crop(-6)
+        ids = tokens(1, 12).repeat(1, 4)
+        assert generate(model, ids, prompt_lookup_num_tokens=5).shape == (1, 88)
+    other.crop(-6)
+    for layer, expected in zip(cache.layers, other.layers, strict=True):
+        for got, want in zip(layer.tensors(), expected.tensors(), strict=True):
+            assert torch.equal(got, want) and got.dtype == want.dtype
+
+
+def wide_model():
+    """Layers whose states weigh something, next to a narrow rest."""
+    linear = {
+        "kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 8, "head_dim": 64,
+        "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "use_full_rank_gate": True,
+    }  # fmt: skip
+    config = KimiK3TextConfig(
+        vocab_size=160, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        linear_attn_config=linear, attn_res_block_size=2, num_experts=None, num_experts_per_token=None,
+    )  # fmt: skip
+    return KimiK3ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("size", ["tiny", "wide"])
+@torch.no_grad()
+def test_crop_costs_less_than_a_decode_step(data_dir, size):
     """Fault 41: taking a few tokens back replays a few projected inputs, no forward and no copy of a state."""
-    model = AutoModelForCausalLM.from_pretrained(data_dir / "k3_tiny_mxfp4", dtype=torch.float32)
+    if size == "wide":
+        model = wide_model()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(data_dir / "k3_tiny_mxfp4", dtype=torch.float32)
     cache = recording_cache(model)
     model(tokens(1, 64), **{CACHE: cache})
     cropped, decoded = [], []
