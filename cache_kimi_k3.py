@@ -334,7 +334,7 @@ class LatentCacheLayer(_StateLayer):
         length, device = self.seq_length + latents.shape[1], latents.device
         latents = latents.to(_home(self.offload, device))
         if self.buffer is not None:
-            self.buffer = self.buffer.to(latents.device)
+            self.buffer = self.buffer.to(latents)  # the model may have moved, or changed its precision
         held = self.buffer
         if latents.requires_grad or (
             held is not None and (held.requires_grad or (held.is_inference() and not torch.is_inference_mode_enabled()))
@@ -545,7 +545,7 @@ class StaticLatentCacheLayer(_StaticLayer):
         columns = self.seq_length + torch.arange(latents.shape[1], device=buffer.device)
         buffer.index_copy_(1, columns, latents.to(buffer.dtype))
         self._advance(latents.shape[1])
-        return latents if first else buffer
+        return latents if first else buffer.to(latents.dtype)
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.buffers[0][:, : int(self.seq_length)]] if self.is_initialized else []

@@ -67,7 +67,7 @@ def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> To
     Args:
         attention_mask: [B, S] with the T columns of this forward last, or None. With a static cache also
             [B, max_length], one column for each place.
-        position_ids: [B, T] or None; a document starts where a position does not follow that of the real token before.
+        position_ids: [B, T], [T] or None; a document starts where one does not follow that of the last real token.
         cu_seq_lens: [N + 1] offsets of documents in a packed row (B = 1), or None.
         embeds: [B, T, hidden].
         cache: once it holds tokens, rows go on and documents are refused.
@@ -117,7 +117,11 @@ def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cac
     if continuing and torch.compiler.is_compiling():  # no value may be read on the host
         return None
     starts = torch.zeros(batch, length, dtype=torch.bool, device=device)
+    if position_ids is not None and position_ids.dim() == 1:
+        position_ids = position_ids[None]
     if cu_seq_lens is not None:
+        if not isinstance(cu_seq_lens, torch.Tensor) or cu_seq_lens.dim() != 1:
+            raise ValueError("cu_seq_lens_q must be a 1-D tensor, the offsets of the documents of one packed row")
         if batch != 1:
             raise ValueError(f"cu_seq_lens_q describes one packed row, but the batch has {batch} rows")
         offsets = cu_seq_lens.to(device).long()
@@ -129,6 +133,8 @@ def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cac
     elif position_ids is not None and length > 1:
         if position_ids.dim() != 2:  # positions of several axes say nothing about documents
             return None
+        if position_ids.shape not in ((1, length), (batch, length)):
+            raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}, expected {(batch, length)}")
         positions = position_ids.to(device).expand(batch, -1)
         previous = positions[:, :-1]
         if real is not None:

@@ -300,6 +300,9 @@ class KimiK3Model(KimiK3PreTrainedModel):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[:2].numel() == 0:
+            given, form = (inputs_embeds, "[B, T, hidden]") if input_ids is None else (input_ids, "[B, T]")
+            raise ValueError(f"the input has shape {tuple(given.shape)}, expected {form} with a token at least")
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
             raise ValueError(
@@ -323,6 +326,10 @@ class KimiK3Model(KimiK3PreTrainedModel):
             use_cache = False
         if cache is not None:
             self._check_cache(cache, *inputs_embeds.shape[:2])
+            kinds = ["recurrent_state" in layer.tensor_names for layer in cache.layers]
+            own, run = [layer.is_linear for layer in self.layers], self.config.num_hidden_layers
+            if kinds != own[: len(kinds)] or len(kinds) < run:  # a draft that exits early has a cache of fewer layers
+                raise ValueError("the cache belongs to a model with other layers: its states mean nothing to this one")
             if cache.is_compileable and self.config._attn_implementation not in ("eager", "sdpa"):
                 raise ValueError(
                     f"attn_implementation={self.config._attn_implementation!r} cannot read the part of a static cache "
@@ -418,7 +425,10 @@ def _packed_offsets(kwargs) -> torch.Tensor | None:
     offsets = [kwargs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens_k")]
     for name in ("max_length_q", "max_length_k"):
         kwargs.pop(name, None)
-    offsets = next((given for given in offsets if given is not None), None)
+    offsets = [given for given in offsets if given is not None]
+    if any(other is not offsets[0] and not torch.equal(other, offsets[0].to(other)) for other in offsets[1:]):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k name different documents")
+    offsets = offsets[0] if offsets else None
     if offsets is None and seq_idx is not None:
         if seq_idx.dim() != 2 or seq_idx.shape[0] != 1:
             raise ValueError(f"seq_idx numbers the documents of one packed row, but has shape {tuple(seq_idx.shape)}")
@@ -504,6 +514,13 @@ class KimiK3GenerationMixin(GenerationMixin):
         mask, chunk = model_kwargs.get("attention_mask"), generation_config.prefill_chunk_size
         if embeds is not None and chunk is not None:
             raise ValueError("prefill_chunk_size splits input_ids: leave it out with inputs_embeds")
+        if embeds is not None and cache is not None and (held := int(cache.get_seq_length())) > 0:
+            columns = embeds.shape[1] if mask is None else mask.shape[1]
+            if columns != embeds.shape[1] or columns <= held:
+                raise ValueError(
+                    f"the cache holds {held} tokens and inputs_embeds of {embeds.shape[1]} came: with inputs_embeds "
+                    "generate needs those of all tokens and a mask of as many columns, at least one token of them new"
+                )
         if cache is None or embeds is not None:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
         held, given = int(cache.get_seq_length()), input_ids.shape[1]

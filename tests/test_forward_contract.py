@@ -163,6 +163,53 @@ def test_what_cannot_be_read_is_refused(model):
 
 
 @torch.no_grad()
+def test_shapes_that_say_nothing_are_refused(model):
+    """In a sentence of ours, and not somewhere in a layer."""
+    ids = tokens(1, 12)
+    for wrong in (ids[0], ids[:, :0], ids[:0]):
+        with pytest.raises(ValueError, match=r"expected \[B, T\] with a token at least"):
+            model(wrong)
+    for positions in (torch.arange(9)[None], torch.arange(12).expand(3, 12)):
+        with pytest.raises(ValueError, match="position_ids has shape"):
+            model(ids, position_ids=positions)
+    for offsets in ([0, 5, 12], torch.tensor([[0, 5, 12]])):
+        with pytest.raises(ValueError, match="1-D tensor"):
+            model(ids, cu_seq_lens_q=offsets)
+    with pytest.raises(ValueError, match="different documents"):
+        model(ids, cu_seq_lens_q=torch.tensor([0, 5, 12]), cu_seq_lens_k=torch.tensor([0, 6, 12]))
+
+
+@torch.no_grad()
+def test_positions_of_one_axis_are_read(model):
+    """[T] is as good as [1, T]; passed over, it would let documents touch."""
+    positions = torch.cat([torch.arange(document.shape[1]) for document in DOCUMENTS])
+    logits = model(torch.cat(DOCUMENTS, dim=1), position_ids=positions).logits
+    torch.testing.assert_close(logits, torch.cat([model(d).logits for d in DOCUMENTS], dim=1), **CLOSE)
+
+
+@torch.no_grad()
+def test_a_cache_of_other_layers_is_refused(model, data_dir):
+    other = AutoModelForCausalLM.from_pretrained(data_dir / "k3_dense_flat", dtype=torch.float32)
+    cache = HybridCache(other.config)
+    with pytest.raises(ValueError, match="a model with other layers"):
+        model(tokens(1, 4), **{CACHE: cache})
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("first, then", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+@torch.no_grad()
+def test_a_cache_goes_on_in_another_precision(float_model, first, then, static):
+    """`model.to(dtype)` between two forwards; bfloat16 is the same path, with less to compare."""
+    ids = tokens(2, 14)
+    expected = float_model(ids).logits
+    cache = HybridCache(float_model.config, max_length=20 if static else None)
+    float_model.to(first)(ids[:, :10], **{CACHE: cache})
+    float_model.to(then)
+    parts = [float_model(ids[:, start:stop], **{CACHE: cache}).logits for start, stop in ((10, 11), (11, 14))]
+    assert parts[0].dtype == then
+    torch.testing.assert_close(torch.cat(parts, dim=1).float(), expected[:, 10:], **CLOSE)
+
+
 def test_adapters_act_in_every_form_of_the_attention(float_model):
     """An adapter on `kv_b_proj`, which decoding would otherwise fold into the query, acts token by token too."""
     targets = ["kv_b_proj", "q_proj", "o_proj", "f_b_proj"]
@@ -221,7 +268,7 @@ def test_autocast_reaches_no_float32_part(float_model, monkeypatch):
     monkeypatch.setattr(kda, "chunk_kda", spy)
     gate, x = float_model.model.layers[1].block_sparse_moe.gate, torch.randn(5, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        float_model(tokens(1, 8))
+        float_model(tokens(1, 40))
         assert torch.nn.functional.linear(x, gate.weight).dtype == torch.bfloat16, "autocast is on"
         logits = gate(x)[0]
     assert torch.equal(logits, torch.nn.functional.linear(x, gate.weight))

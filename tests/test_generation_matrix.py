@@ -562,6 +562,19 @@ def test_what_generate_refuses(model, settings, sentence):
         model.generate(ids, **NO_EOS, **settings)
 
 
+@torch.no_grad()
+def test_embeddings_of_all_tokens_continue_a_cache(model):
+    """As with ids; the new ones alone are refused, of which transformers would cut off as many as the cache holds."""
+    ids, cache = tokens(12, 0)[None], HybridCache(model.config)
+    model(ids[:, :9], **{CACHE: cache})
+    embeds, mask = model.get_input_embeddings()(ids), torch.ones_like(ids)
+    settings = {**NO_EOS, "do_sample": False, "attention_mask": mask}
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        model.generate(inputs_embeds=embeds[:, 9:], **settings, **{CACHE: cache.snapshot()})
+    text = model.generate(inputs_embeds=embeds, **settings, **{CACHE: cache})
+    assert torch.equal(text[:, -NEW:], greedy(model, [ids[0]]))
+
+
 def test_continuous_batching_is_refused(model):
     with pytest.raises(NotImplementedError, match="no place for recurrent states"):
         model.generate_batch(inputs=[[5, 6, 7]])
