@@ -252,6 +252,10 @@ class KDACacheLayer(_StateLayer):
     def _advanced(self, columns: int, batch: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """(conv_tails, recurrent_state) `columns` recorded columns after the boundary."""
         tails, state = self._boundary
+        if columns == 0:  # nothing to replay; before the first token everything is zero
+            if state is None:
+                tails, state = tuple(map(torch.zeros_like, self.conv_tails)), torch.zeros_like(self.recurrent_state)
+            return tails, state
         for part in self._recorded:
             tails, state = part.advance(columns, tails, state, batch)
             columns -= part.length

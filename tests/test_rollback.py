@@ -200,6 +200,25 @@ def test_crop_costs_less_than_a_decode_step(data_dir, size):
 
 
 @torch.no_grad()
+def test_a_whole_draft_is_taken_back_to_the_last_bit(model):
+    """Nothing is computed for it; and a crop of everything leaves an empty cache, which starts over."""
+    cache = recording_cache(model)
+    model(tokens(2, 20), **{CACHE: cache})
+    cache.crop(0)
+    kept = [[tensor.clone() for tensor in layer.tensors()] for layer in cache.layers]
+    model(tokens(2, 5, 1), **{CACHE: cache})
+    cache.crop(-5)
+    for layer, before in zip(cache.layers, kept, strict=True):
+        assert all(map(torch.equal, layer.tensors(), before))
+    cache.reset()
+    model(tokens(2, 9, 2), **{CACHE: cache})
+    cache.crop(-9)
+    assert cache.get_seq_length() == 0
+    got = model(tokens(2, 7, 3), **{CACHE: cache}).logits
+    torch.testing.assert_close(got, model(tokens(2, 7, 3)).logits, **CLOSE)
+
+
+@torch.no_grad()
 def test_what_crop_refuses(model):
     cache = HybridCache(model.config)
     model(tokens(1, 8), **{CACHE: cache})
