@@ -611,6 +611,8 @@ class HybridCache(Cache):
     def __init__(self, config: Any, max_length: int | None = None, offload: bool = False):
         if max_length is not None and offload:
             raise ValueError("max_length and offload exclude each other: a static buffer must not move")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length={max_length}: a static cache needs room for a token at least")
         text_config = config.get_text_config(decoder=True)
 
         def layer(layer_type):
@@ -648,6 +650,8 @@ class HybridCache(Cache):
 
     def restore(self, snapshot: "HybridCache") -> None:
         """Return to the boundary of a snapshot, which stays usable."""
+        if [type(layer) for layer in self.layers] != [type(kept) for kept in snapshot.layers]:
+            raise ValueError("restore takes a snapshot of this cache: that one has other layers")
         self.layers = [layer.restored(kept) for layer, kept in zip(self.layers, snapshot.layers, strict=True)]
         self.padded = snapshot.padded
         self._replace_real(snapshot.real)

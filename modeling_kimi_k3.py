@@ -326,6 +326,12 @@ class KimiK3Model(KimiK3PreTrainedModel):
             use_cache = False
         if cache is not None:
             self._check_cache(cache, *inputs_embeds.shape[:2])
+            filled = cache.layers[: self.config.num_hidden_layers]
+            if not cache.is_compileable and len({layer.get_seq_length() for layer in filled}) > 1:
+                raise ValueError(
+                    "a forward on this cache was broken off and left its layers at different tokens: restore a "
+                    "snapshot, or start over with cache.reset()"
+                )
             kinds = ["recurrent_state" in layer.tensor_names for layer in cache.layers]
             own, run = [layer.is_linear for layer in self.layers], self.config.num_hidden_layers
             if kinds != own[: len(kinds)] or len(kinds) < run:  # a draft that exits early has a cache of fewer layers

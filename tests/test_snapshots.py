@@ -65,6 +65,35 @@ def test_forks_do_not_see_each_other(model):
     torch.testing.assert_close(got, outputs[0][4], **CLOSE)
 
 
+@torch.no_grad()
+def test_a_forward_that_was_broken_off_is_noticed(model):
+    """Out of memory, or an interrupt: the first layers have the tokens and the last ones have not."""
+    ids = tokens(1, 20)
+    cache = filled(model, ids[:, :12])
+    snapshot, interrupt = cache.snapshot(), KeyboardInterrupt()
+
+    def stop(*args):
+        raise interrupt
+
+    hook = model.language_model.model.layers[-1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids[:, 12:15], **{CACHE: cache})
+    hook.remove()
+    with pytest.raises(ValueError, match="broken off"):
+        model(ids[:, 12:], **{CACHE: cache})
+    cache.restore(snapshot)
+    torch.testing.assert_close(model(ids[:, 12:], **{CACHE: cache}).logits, model(ids).logits[:, 12:], **CLOSE)
+    cache.reset()
+    torch.testing.assert_close(model(ids, **{CACHE: cache}).logits, model(ids).logits, **CLOSE)
+
+
+def test_a_snapshot_of_another_kind_is_refused(model):
+    with pytest.raises(ValueError, match="other layers"):
+        HybridCache(model.config).restore(HybridCache(model.config, max_length=9))
+    with pytest.raises(ValueError, match="room for a token"):
+        HybridCache(model.config, max_length=0)
+
+
 def test_a_snapshot_copies_nothing(model):
     cache = filled(model, tokens(1, 40))
     snapshot = cache.snapshot()
