@@ -308,6 +308,16 @@ class KimiK3Model(KimiK3PreTrainedModel):
             raise ValueError(
                 "attention_mask must be 2-D, one column for each token seen: KDA layers read no other form"
             )
+        if (
+            attention_mask is not None
+            and attention_mask.is_floating_point()
+            and not (attention_mask.is_meta or torch.compiler.is_compiling())
+            and not ((attention_mask == 0) | (attention_mask == 1)).all()
+        ):
+            raise ValueError(
+                "attention_mask holds numbers other than 0 and 1: pass 1 for a token and 0 for padding, not what is "
+                "added to the scores"
+            )
         if not use_cache and cache is not None and int(cache.get_seq_length()) > 0:
             raise ValueError(
                 "use_cache=False would ignore the tokens in the cache that was given: leave one of them out"

@@ -494,3 +494,16 @@ def test_checkpointing_holds_less(float_model):
     plain = bytes_kept()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert bytes_kept() < 0.7 * plain
+
+
+@torch.no_grad()
+def test_masks_of_numbers(model):
+    """1 and 0 of any type are a mask; what is added to the scores would be read as its opposite, and is refused."""
+    ids, mask = padded("left")
+    expected = model(ids, attention_mask=mask).logits[mask.bool()]
+    for dtype in (torch.bool, torch.float32):
+        assert torch.equal(model(ids, attention_mask=mask.to(dtype)).logits[mask.bool()], expected)
+    for padding in (-1e9, float("-inf")):
+        added = torch.where(mask.bool(), 0.0, padding)
+        with pytest.raises(ValueError, match="other than 0 and 1"):
+            model(ids, attention_mask=added)
