@@ -26,9 +26,6 @@ NO_CASE = {
     22: "the same: AutoTokenizer reads the tokenizer.json of a folder, there is no tokenizer class of ours to lose",
     23: "a scheduled job against the main branch of transformers needs a network; the suite runs on both ends of the "
     "supported range, and the loader's signature is checked when checkpoint_kimi_k3 is imported",
-    100: "not built yet: FSDP2 wants one dtype a unit and refuses the float32 A_log and dt_bias of a KDA layer in a "
-    "bf16 model, which need a module of their own; a float32 model can be sharded",
-    101: "the same: no holder module exists for A_log and dt_bias",
     120: "there is no GGUF converter",
 }
 

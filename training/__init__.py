@@ -5,6 +5,7 @@ import importlib
 from .balancing import QuantileBalancer, QuantileBalancerCallback
 from .cross_entropy import chunked_cross_entropy
 from .muon import PerHeadMuon, QKClip, muon_groups
+from .sharding import fully_shard_by_dtype
 
 _NEEDS_PEFT = ("export_expert_loras", "lora_targets")
 
@@ -14,6 +15,7 @@ __all__ = [
     "QuantileBalancer",
     "QuantileBalancerCallback",
     "chunked_cross_entropy",
+    "fully_shard_by_dtype",
     "muon_groups",
     *_NEEDS_PEFT,
 ]
