@@ -72,8 +72,9 @@ def _device_refusal(device: torch.device) -> str | None:
     if not _HAS_TRITON:
         return "the package triton is not installed (pip install triton)"
     if not has_triton():
-        return f"Triton has no backend for {torch.get_device_module(device).get_device_name(device)}"
-    capability = torch.get_device_module(device).get_device_capability(device)
+        return f"Triton has no backend for {device.type}"
+    capability_of = getattr(torch.get_device_module(device), "get_device_capability", None)
+    capability = capability_of(device) if capability_of is not None else None
     if torch.version.hip is None and isinstance(capability, tuple) and capability < (8, 0):
         return "the GPU is older than compute capability 8.0, which has no bfloat16 products"
     return None

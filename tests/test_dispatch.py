@@ -7,6 +7,8 @@ import torch
 
 from kimi_k3.kernels import dispatch, kda, kda_step, short_conv
 
+REALLY = dispatch._device_refusal
+
 
 class OnGPU:
     """Stands for a tensor on a GPU, of which only type and device are looked at."""
@@ -28,6 +30,13 @@ def test_cpu_tensors_take_the_torch_path_without_a_word(caplog):
     """Fault 78: Triton or torch is chosen by device, and the choice is told where it could surprise."""
     assert "cpu" in dispatch.triton_refusal(torch.zeros(1))
     assert not caplog.records
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU that Triton knows")
+def test_a_device_that_triton_does_not_know():
+    """Fault 81: any device type gets the torch path, with the reason."""
+    REALLY.cache_clear()
+    assert REALLY(torch.device("mps")) == "Triton has no backend for mps"
 
 
 def test_everything_supported_is_taken():
