@@ -166,13 +166,7 @@ class KimiK3DeltaAttention(nn.Module):
                     in_place=state.writes_in_place and not kept_rows and not torch.is_grad_enabled(),
                 )
             else:
-                convolved, new_tails = zip(
-                    *(
-                        short_conv.short_conv(u, weight, tail, cu_seqlens)
-                        for u, weight, tail in zip(projected, conv_weights, tails or (None, None, None), strict=True)
-                    ),
-                    strict=True,
-                )
+                convolved, new_tails = short_conv.short_convs(projected, conv_weights, tails, cu_seqlens)
                 heads = (*x.shape[:2], self.num_heads, self.head_dim)
                 q, k, v, decay = (u.view(heads) for u in (*convolved, logits[0]))
                 out, recurrent = kda.fused_kda(

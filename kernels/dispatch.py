@@ -51,6 +51,19 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def token_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [B, T, ...] with what belongs to a token side by side and all tokens one stride apart, copied if need be."""
+    if x.is_contiguous():
+        return x
+    strides, inner = x.stride(), 1
+    for dim in range(x.dim() - 1, 1, -1):
+        if strides[dim] != inner and x.shape[dim] > 1:
+            return x.contiguous()
+        inner *= x.shape[dim]
+    apart = x.shape[0] == 1 or strides[0] == x.shape[1] * strides[1]
+    return x if apart else x.contiguous()
+
+
 def run_kernels(function, *arguments):
     """What the Triton `function` returns; None when a kernel does not compile here, and then never again is tried.
 

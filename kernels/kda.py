@@ -117,7 +117,7 @@ def fused_kda(
         sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         _check_state(initial_state, (sequences, q.shape[2], q.shape[3], v.shape[3]))
         function = _FusedKDA.apply if dispatch.needs_grad(*arguments[:7], initial_state) else _forward_kernels
-        results = dispatch.run_kernels(function, *map(_token_rows, arguments[:5]), *arguments[5:])
+        results = dispatch.run_kernels(function, *map(dispatch.token_rows, arguments[:5]), *arguments[5:])
         if results is not None:
             return results
     return _composed(*arguments)
@@ -188,19 +188,6 @@ def _composed_gradients(tensors, lower_bound, cu_seqlens, d_out, d_final):
         outputs, seeds = ([out], [d_out]) if d_final is None else ([out, final], [d_out, d_final])
         found = iter(torch.autograd.grad(outputs, [x for x in leaves if x is not None], seeds))
     return [None if x is None else next(found) for x in leaves]
-
-
-def _token_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, H, ...] with heads and channels side by side and all tokens one stride apart, copied if need be."""
-    if x.is_contiguous():
-        return x
-    strides, inner = x.stride(), 1
-    for dim in range(x.dim() - 1, 1, -1):
-        if strides[dim] != inner and x.shape[dim] > 1:
-            return x.contiguous()
-        inner *= x.shape[dim]
-    apart = x.shape[0] == 1 or strides[0] == x.shape[1] * strides[1]
-    return x if apart else x.contiguous()
 
 
 def recurrent_kda(

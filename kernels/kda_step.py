@@ -33,13 +33,7 @@ def advance(
         tails, state: before the tokens, [N, W - 1, H * K or V] and [N, H, K, V]; None for zeros.
         cu_seqlens: [N + 1] offsets of packed sequences, or None.
     """
-    convolved, new_tails = zip(
-        *(
-            short_conv.short_conv(x, weight, tail, cu_seqlens)
-            for x, weight, tail in zip(projected, conv_weights, tails or (None, None, None), strict=True)
-        ),
-        strict=True,
-    )
+    convolved, new_tails = short_conv.short_convs(projected, conv_weights, tails, cu_seqlens)
     _, k, v = (x.unflatten(-1, (len(A_log), -1)) for x in convolved)
     decay = logits[0].view_as(k)
     return new_tails, kda.fused_kda(k, k, v, decay, logits[1], A_log, dt_bias, lower_bound, state, cu_seqlens)[1]
@@ -90,10 +84,7 @@ def kda_step(
         )
         if results is not None:
             return results
-    convolved, new_tails = zip(
-        *(short_conv.short_conv(x, w, tail) for x, w, tail in zip((q, k, v), conv_weights, tails, strict=True)),
-        strict=True,
-    )
+    convolved, new_tails = short_conv.short_convs((q, k, v), conv_weights, tails)
     heads = (*q.shape[:2], state.shape[1], -1)
     q, k, v = (x.view(heads) for x in convolved)
     out, new_state = kda.fused_kda(q, k, v, g.view(heads), beta, A_log, dt_bias, lower_bound, initial_state=state)

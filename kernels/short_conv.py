@@ -40,6 +40,19 @@ def short_conv(
     return _composed(x, weight, tail, cu_seqlens), new_tail
 
 
+def short_convs(
+    inputs: tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor, ...],
+    tails: tuple[torch.Tensor, ...] | None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """`short_conv` of several inputs, each with its weight and tail (None: zeros for all): outputs and new tails."""
+    tails = tails or (None,) * len(inputs)
+    results = [short_conv(x, w, tail, cu_seqlens) for x, w, tail in zip(inputs, weights, tails, strict=True)]
+    outputs, new_tails = zip(*results, strict=True)
+    return outputs, new_tails
+
+
 def _composed(x, weight, tail, cu_seqlens):
     """y of `short_conv` in torch."""
     accumulate = torch.promote_types(x.dtype, torch.float32)
@@ -57,8 +70,7 @@ class _ShortConv(torch.autograd.Function):
     def forward(ctx, x, weight, tail, cu_seqlens):
         from . import short_conv_triton
 
-        apart = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-        x = x if apart and x.stride(2) == 1 else x.contiguous()
+        x = dispatch.token_rows(x)
         tail = None if tail is None else tail.contiguous()
         ctx.save_for_backward(x, weight, tail, cu_seqlens)
         return short_conv_triton.forward(x, weight.contiguous(), tail, cu_seqlens)
