@@ -26,11 +26,14 @@ def decode(code, scale, DT: tl.constexpr):
     if DT == tl.float32:
         bits = ((code & 7) << 22) | ((code & 8) << 28)
         power = tl.where(scale == 0, 1 << 22, tl.where(scale == 255, 0x7FC00000, scale << 23))
-        return bits.to(tl.float32, bitcast=True) * CODE_SCALE * power.to(tl.float32, bitcast=True)
-    bits = ((code & 7) << 6) | ((code & 8) << 12)
-    power = tl.where(scale == 0, 1 << 6, tl.where(scale == 255, 0x7FC0, scale << 7))
-    value = bits.to(tl.int16).to(DT, bitcast=True) * tl.full((), CODE_SCALE, DT)
-    return value * power.to(tl.int16).to(DT, bitcast=True)
+        value = bits.to(tl.float32, bitcast=True) * CODE_SCALE
+        power = power.to(tl.float32, bitcast=True)
+    else:
+        bits = ((code & 7) << 6) | ((code & 8) << 12)
+        power = tl.where(scale == 0, 1 << 6, tl.where(scale == 255, 0x7FC0, scale << 7))
+        value = bits.to(tl.int16).to(DT, bitcast=True) * tl.full((), CODE_SCALE, DT)
+        power = power.to(tl.int16).to(DT, bitcast=True)
+    return value * power
 
 
 @triton.jit
