@@ -15,6 +15,7 @@ LOG2E, OFFSET = tools.LOG2E, forward_pass.OFFSET
 locate, sequence, tile_size = forward_pass.locate, forward_pass.sequence, forward_pass.tile_size
 columns_head_sequence, log2_decay = forward_pass.columns_head_sequence, forward_pass.log2_decay
 sum_rows, shifted_exp2, load_rows = forward_pass.sum_rows, forward_pass.shifted_exp2, forward_pass.load_rows
+rest_of = forward_pass.rest_of
 level_pairs, level_factors = forward_pass.level_pairs, forward_pass.level_factors
 CHUNK = forward_pass.CHUNK
 
@@ -55,11 +56,16 @@ def scan_backward_kernel(
         b_do = tl.trans(b_do)
         rounded = grad.to(DT)
         tl.store(dstates + chunk * (K * V) + c_v[:, None] * K + c_k[None, :], rounded, mask=in_state)
-        b_du = tl.dot(b_do, b_a, input_precision="ieee")
-        b_du = tl.dot(rounded, tl.trans(b_k), b_du, input_precision="ieee").to(DT)
+        exact = tl.dot(b_do, b_a, input_precision="ieee")
+        exact = tl.dot(rounded, tl.trans(b_k), exact, input_precision="ieee")
+        if DT != tl.float32:
+            exact = tl.dot(rest_of(grad, rounded), tl.trans(b_k), exact)
+        b_du = exact.to(DT)
         tl.store(du + chunk * (C * V) + c_v[:, None] * C + r[None, :], b_du, mask=in_v[:, None] & in_c[None, :])
         grad = tl.dot(b_do, b_q, grad * b_d[None, :], input_precision="ieee")
         grad = tl.dot(b_du, b_w, grad, input_precision="ieee")
+        if DT != tl.float32:
+            grad = tl.dot(rest_of(exact, b_du), b_w, grad)
     if HAS_H0:
         tl.store(dh0 + of_head + state_tile, grad.to(dh0.dtype.element_ty), mask=in_state)
 
@@ -67,7 +73,7 @@ def scan_backward_kernel(
 @triton.jit
 def chunk_backward_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, block_offsets, block_seq,
-    inverse, lower, updated, states, do, du, dstates,
+    inverse, lower, updated, residual, states, do, du, dstates,
     dq, dk, dv, dg, dbeta, dA_log, ddt_bias,
     T, stride_q, stride_k, stride_g, stride_beta, scale, lower_bound, eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
@@ -140,6 +146,10 @@ def chunk_backward_kernel(
         d_q = tl.dot(s_do, s_state, d_q, input_precision="ieee")
         k_start = tl.dot(s_dv, s_state, k_start, input_precision="ieee")
         d_k = tl.dot(tl.trans(s_u), s_grad, d_k, input_precision="ieee")
+        if DT != tl.float32:
+            places = chunk * (C * V) + c_s[:, None] * C + j
+            s_u = tl.load(residual + places, mask=in_s[:, None] & (j >= 0), other=0.0)
+            d_k = tl.dot(tl.trans(s_u), s_grad, d_k)
         overlap += tl.sum(s_state.to(tl.float32) * s_grad.to(tl.float32), axis=0)
 
     # The gates, keys and queries of the chunk again, as in `prepare_kernel`.
@@ -223,7 +233,7 @@ def backward(
     """
     (batch, length, heads, key_size), value_size = q.shape, v.shape[-1]
     blocks = forward_pass.Blocks(batch, length, cu_seqlens)
-    work, decay, inverse, lower = forward_pass.prepare(
+    work, decay, inverse, lower, residual = forward_pass.prepare(
         q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlens, blocks, True
     )
     block_k, block_v = tools.block(key_size), tools.block(value_size)
@@ -233,7 +243,7 @@ def backward(
     states = torch.empty(blocks.count, heads, value_size, key_size, device=q.device, dtype=work.dtype)
     updated = torch.empty(blocks.count, heads, value_size, CHUNK, device=q.device, dtype=work.dtype)
     forward_pass.scan_kernel[grid](
-        work, decay, initial_state, None, None, None, states, updated, cu_seqlens,
+        work, decay, initial_state, None, None, None, states, updated, residual, cu_seqlens,
         blocks.offsets, None, length, 0,
         heads, key_size, value_size, block_k, columns, CHUNK, operand, varlen, initial_state is not None, 0, 1, True,
         stages, num_warps=4,
@@ -253,7 +263,7 @@ def backward(
     d_bias = torch.empty(blocks.count, heads, key_size, device=q.device)
     chunk_backward_kernel[(heads * blocks.count,)](
         q, k, g, beta, A_log, dt_bias, cu_seqlens, blocks.offsets, blocks.sequence,
-        inverse, lower, updated, states, d_out, du, dstates, dq, dk, dv, dg, dbeta, d_rate, d_bias,
+        inverse, lower, updated, residual, states, d_out, du, dstates, dq, dk, dv, dg, dbeta, d_rate, d_bias,
         length, q.stride(1), k.stride(1), g.stride(1), beta.stride(1), scale, lower_bound or 0.0, eps,
         heads, key_size, value_size, block_k, block_v, min(32, block_v), CHUNK, operand, lower_bound is not None,
         forward_pass.is_narrow(lower_bound), varlen, tools.USE_PTX, num_warps=4 if key_size <= 128 else 8, num_stages=1,

@@ -94,6 +94,12 @@ def sum_rows(x, pairs, DT: tl.constexpr):
 
 
 @triton.jit
+def rest_of(x, rounded):
+    """What is left of x after rounding, rounded alike: together they carry twice the digits."""
+    return (x - rounded.to(tl.float32)).to(rounded.dtype)
+
+
+@triton.jit
 def shifted_exp2(x, DT: tl.constexpr, PTX: tl.constexpr):
     """2^(x + OFFSET); in float32 the sum is split, so that a small x keeps its digits."""
     if DT == tl.float32:
@@ -156,7 +162,7 @@ def load_rows(x, offsets, mask, eps):
 @triton.jit
 def prepare_kernel(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens, block_offsets, block_seq,
-    work, decay_out, inverse_out, lower_out,
+    work, decay_out, inverse_out, lower_out, residual,
     T, stride_q, stride_k, stride_v, stride_g, stride_beta, scale, lower_bound, eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DT: tl.constexpr, IT: tl.constexpr,
@@ -227,13 +233,20 @@ def prepare_kernel(
         square = chunk * (C * C) + i * C + j
         tl.store(inverse_out + square, inverse.to(DT))
         tl.store(lower_out + square, lower.to(DT))
-    inverse = (inverse * b_beta[None, :]).to(DT)
+    inverse *= b_beta[None, :]
+    rounded = inverse.to(DT)
     # negated: the scan adds its product with the state
-    w = tl.dot(inverse, k_start, input_precision="ieee")
+    w = tl.dot(rounded, k_start, input_precision="ieee")
+    if FOR_BACKWARD and DT != tl.float32:
+        w = tl.dot(rest_of(inverse, rounded), k_start, w)
     tl.store(work + tile, (w * -back).to(DT), mask=in_tile)
     b_v = tl.load(v + i * stride_v + c_v[None, :], mask=real[:, None] & in_v[None, :], other=0.0).to(DT)
-    u = tl.dot(inverse, b_v, input_precision="ieee")
-    tl.store(work + 3 * C * K + c_v[None, :] * C + i, u.to(DT), mask=(i >= 0) & in_v[None, :])
+    u = tl.dot(rounded, b_v, input_precision="ieee")
+    column, in_column = c_v[None, :] * C + i, (i >= 0) & in_v[None, :]
+    if FOR_BACKWARD and DT != tl.float32:
+        u = tl.dot(rest_of(inverse, rounded), b_v, u)
+        tl.store(residual + chunk * (C * V) + column, rest_of(u, u.to(DT)), mask=in_column)
+    tl.store(work + 3 * C * K + column, u.to(DT), mask=in_column)
 
 
 @triton.jit
@@ -282,13 +295,17 @@ def transition_kernel(
 
 @triton.jit
 def scan_kernel(
-    work, decay, h0, o, ht, checkpoints, states, updated, cu_seqlens, block_offsets,
+    work, decay, h0, o, ht, checkpoints, states, updated, residual, cu_seqlens, block_offsets,
     checkpoint_offsets, T, segment_steps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DT: tl.constexpr, VARLEN: tl.constexpr, HAS_H0: tl.constexpr, EVERY: tl.constexpr,
     SEGMENTS: tl.constexpr, FOR_BACKWARD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and final states; for the backward pass instead the state before every chunk, and U."""
+    """Outputs and final states; for the backward pass instead the state before every chunk, and U.
+
+    For the backward pass in half precision every product takes its left operand as two parts, and `residual` holds what
+    the rounding of u [V, C] left, then what that of U leaves: the gradients sum many rounding errors.
+    """
     i_v, i_h, i_n = columns_head_sequence(H, tl.cdiv(V, BV))
     first, length, block = sequence(i_n // SEGMENTS, T, cu_seqlens, block_offsets, C, VARLEN)
     if SEGMENTS > 1:
@@ -315,12 +332,23 @@ def scan_kernel(
         b_u = tl.load(of_chunk + 3 * C * K + column, mask=in_column, other=0.0)
         b_d = tl.load(decay + chunk * K + c_k, mask=in_k, other=0.0)
         rounded = state.to(DT)
-        b_u = tl.dot(rounded, tl.trans(b_w), b_u.to(tl.float32), input_precision="ieee").to(DT)
         if FOR_BACKWARD:
             tl.store(states + chunk * (K * V) + c_v[:, None] * K + c_k[None, :], rounded, mask=in_state)
+            exact = b_u.to(tl.float32)
+            if DT != tl.float32:
+                exact += tl.load(residual + chunk * (C * V) + column, mask=in_column, other=0.0).to(tl.float32)
+                exact = tl.dot(rest_of(state, rounded), tl.trans(b_w), exact)
+            exact = tl.dot(rounded, tl.trans(b_w), exact, input_precision="ieee")
+            b_u = exact.to(DT)
+            state *= b_d[None, :]
+            if DT != tl.float32:
+                rest = rest_of(exact, b_u)
+                tl.store(residual + chunk * (C * V) + column, rest, mask=in_column)
+                state = tl.dot(rest, b_k, state)
             tl.store(updated + chunk * (C * V) + column, b_u, mask=in_column)
-            state = tl.dot(b_u, b_k, state * b_d[None, :], input_precision="ieee")
+            state = tl.dot(b_u, b_k, state, input_precision="ieee")
         else:
+            b_u = tl.dot(rounded, tl.trans(b_w), b_u.to(tl.float32), input_precision="ieee").to(DT)
             b_q = tl.load(of_chunk + C * K + tile, mask=in_tile, other=0.0)
             b_a = tl.load(of_chunk + 3 * C * K + C * V + r[:, None] * C + r[None, :])
             b_o = tl.dot(rounded, tl.trans(b_q), input_precision="ieee")
@@ -367,24 +395,31 @@ class Blocks:
 
 
 def prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlens, blocks, for_backward):
-    """-> workspace [chunks, H, tile], decays [chunks, H, K]; for the backward pass also inverses and L [.., C, C]."""
+    """-> workspace [chunks, H, tile], decays [chunks, H, K].
+
+    For the backward pass also inverses and L [chunks, H, C, C], and in half precision what the rounding of u left
+    [chunks, H, V, C].
+    """
     (_, length, heads, key_size), value_size = q.shape, v.shape[-1]
     operand, inverse_type = tools.operand_types(q.dtype)
     stored = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
     size = CHUNK * (3 * key_size + value_size + CHUNK)
     work = torch.empty(blocks.count, heads, size, device=q.device, dtype=stored)
     decay = torch.empty(blocks.count, heads, key_size, device=q.device, dtype=torch.float32)
-    inverse = lower = None
+    inverse = lower = residual = None
     if for_backward:
+        if stored == torch.bfloat16:
+            residual = torch.empty(blocks.count, heads, value_size, CHUNK, device=q.device, dtype=stored)
         inverse, lower = torch.empty(2, blocks.count, heads, CHUNK, CHUNK, device=q.device, dtype=stored)
     prepare_kernel[(heads * blocks.count,)](
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, blocks.offsets, blocks.sequence, work, decay, inverse, lower,
-        length, q.stride(1), k.stride(1), v.stride(1), g.stride(1), beta.stride(1), scale, lower_bound or 0.0, eps,
+        residual, length, q.stride(1), k.stride(1), v.stride(1), g.stride(1), beta.stride(1), scale,
+        lower_bound or 0.0, eps,
         heads, key_size, value_size, tools.block(key_size), tools.block(value_size), CHUNK, operand, inverse_type,
         lower_bound is not None, is_narrow(lower_bound), cu_seqlens is not None, for_backward, tools.USE_PTX,
         num_warps=2 if key_size <= 128 else 4, num_stages=1,
     )  # fmt: skip
-    return work, decay, inverse, lower
+    return work, decay, inverse, lower, residual
 
 
 def value_block(value_size: int, dtype: torch.dtype) -> int:
@@ -437,7 +472,7 @@ def forward(
     """
     (batch, length, heads, key_size), value_size = q.shape, v.shape[-1]
     blocks = Blocks(batch, length, cu_seqlens)
-    work, decay, _, _ = prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlens, blocks, False)
+    work, decay, *_ = prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlens, blocks, False)
     out = torch.empty(batch, length, heads, value_size, device=q.device, dtype=v.dtype)
     state_dtype = torch.float32 if initial_state is None else initial_state.dtype
     final = torch.empty(blocks.sequences, heads, key_size, value_size, device=q.device, dtype=state_dtype)
@@ -459,7 +494,7 @@ def forward(
         last = torch.empty_like(entry)
     columns = value_block(value_size, q.dtype)
     scan_kernel[(triton.cdiv(value_size, columns) * heads * blocks.sequences * segments,)](
-        work, decay, entry, out, last, checkpoints, None, None, cu_seqlens, blocks.offsets,
+        work, decay, entry, out, last, checkpoints, None, None, None, cu_seqlens, blocks.offsets,
         checkpoint_offsets, length, steps,
         heads, key_size, value_size, tools.block(key_size), columns, CHUNK, tools.operand_types(q.dtype)[0],
         cu_seqlens is not None, entry is not None, checkpoint_every, segments, False, scan_stages(q.dtype),

@@ -94,27 +94,43 @@ def rms_ratio(got, expected):
     return ((got.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
+def exact_results(inputs, options, seeds, rounding=0.0):
+    """Outputs, final states and gradients in float64, with every token, state and seed off by a random rounding."""
+
+    def off(x):
+        return (x.double() * (1 + rounding * (2 * torch.rand(x.shape, dtype=torch.float64) - 1).to(x.device))).detach()
+
+    torch.manual_seed(2)
+    leaves = {n: off(x) if n not in ("A_log", "dt_bias") else x.double().detach() for n, x in inputs.items()}
+    results = oracle({n: x.requires_grad_() for n, x in leaves.items()}, **options)
+    grads = torch.autograd.grad(results, list(leaves.values()), [off(seed) for seed in seeds])
+    return dict(zip(("out", "state", *leaves), (*(x.detach() for x in results), *grads), strict=True))
+
+
 def assert_matches_oracle(inputs, options, bound, gradients=True):
-    """Outputs, final states and, with `gradients`, all gradients."""
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
-    expected = oracle(leaves, **options)
+    """Outputs, final states and, with `gradients`, all gradients.
+
+    Some results are small differences of large terms (gradients under near-parallel keys, the one number that A_log
+    has a head): there no arithmetic of this precision stays below the bound, and three times the change that one
+    rounding of the inputs makes is the limit.
+    """
     torch.manual_seed(1)
-    seeds = [torch.randn(x.shape, device=DEVICE) for x in expected]
-    seeds[0] = seeds[0].to(inputs["v"].dtype)
-    names = list(leaves)
-    expected_grads = torch.autograd.grad(expected, list(leaves.values()), [s.double() for s in seeds])
+    seeds = [torch.randn(x.shape).to(x) for x in (inputs["v"], inputs["initial_state"])]
+    expected = exact_results(inputs, options, seeds)
+    rounded = exact_results(inputs, options, seeds, 2**-9 if inputs["v"].dtype != torch.float32 else 2**-22)
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     out, state = kda.fused_kda(**leaves, **options)
     assert out.dtype == inputs["v"].dtype and state.dtype == torch.float32
-    assert rms_ratio(out, expected[0]) < bound
-    assert rms_ratio(state, expected[1]) < bound
-    if not gradients:
-        return
-    grads = torch.autograd.grad([out, state], list(leaves.values()), seeds)
-    for name, grad, expected_grad in zip(names, grads, expected_grads, strict=True):
-        assert grad.dtype == inputs[name].dtype
-        # A_log has one number a head, a sum of terms of both signs
-        limit = 5 * bound if name == "A_log" else bound
-        assert rms_ratio(grad, expected_grad) < limit, name
+    got = {"out": out, "state": state}
+    if gradients:
+        got |= zip(leaves, torch.autograd.grad([out, state], list(leaves.values()), seeds), strict=True)
+    errors = {}
+    for name, x in got.items():
+        assert name not in inputs or x.dtype == inputs[name].dtype
+        error, limit = rms_ratio(x, expected[name]), max(bound, 3 * rms_ratio(rounded[name], expected[name]))
+        if not error < limit:
+            errors[name] = error, limit
+    assert not errors
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -144,7 +160,7 @@ def test_sequences_of_mixed_lengths(gate, dtype, bound):
 def test_near_parallel_keys(dtype, bound):
     """The triangular inverse must not cancel: keys almost equal, beta near 1, little decay."""
     inputs, options = make_inputs(96, parallel_keys=True, gate="all-near-zero", dtype=dtype)
-    assert_matches_oracle(inputs, options, 2 * bound)
+    assert_matches_oracle(inputs, options, bound)
 
 
 SIZES = [(16, 32), (48, 80), (24, 16), *([(128, 128), (256, 64), (64, 256)] if ON_GPU else [])]

@@ -39,9 +39,11 @@ EXPERTS = dict(D=3584, M=3072, TOP_K=16, BM=16, BN=64, BK=64, PACKED=False, SITU
 PACKED = {name: value for name, value in dict(EXPERTS, BK=32, PACKED=True).items() if name != "scale"}
 BYTES = dict(weight="*u8", scale="*u8", beta="fp32")
 CASES = [
-    (kda_chunk_triton.prepare_kernel, 2, {}, {}),
-    (kda_chunk_triton.prepare_kernel, 2, dict(BOUNDED=False, NARROW=False), {}),
-    (kda_chunk_triton.scan_kernel, 4, dict(BV=64, states=None, updated=None), {}),
+    (kda_chunk_triton.prepare_kernel, 2, dict(residual=None), {}),
+    (kda_chunk_triton.prepare_kernel, 2, dict(residual=None, BOUNDED=False, NARROW=False), {}),
+    (kda_chunk_triton.scan_kernel, 4, dict(BV=64, states=None, updated=None, residual=None), {}),
+    (kda_chunk_triton.prepare_kernel, 2, dict(FOR_BACKWARD=True, inverse_out=..., lower_out=...), {}),
+    (kda_chunk_triton.scan_kernel, 4, dict(BV=64, FOR_BACKWARD=True), {}),
     (kda_chunk_triton.transition_kernel, 4, dict(BV=64), {}),
     (kda_backward_triton.scan_backward_kernel, 4, dict(BV=64), {}),
     (kda_backward_triton.chunk_backward_kernel, 4, {}, {}),
@@ -55,7 +57,8 @@ CASES = [
     (experts_triton.gate_up_kernel, 4, EXPERTS, dict(beta="fp32")),
 ]
 for kernel, warps, options, types in CASES:
-    constants = {name: value for name, value in {**COMMON, **options}.items() if name in kernel.arg_names}
+    constants = {name: value for name, value in {**COMMON, **options}.items()
+                 if name in kernel.arg_names and value is not ...}
     signature = {}
     for name in kernel.arg_names:
         kind = {**TYPES, **types}.get(name, "*bf16")
@@ -84,4 +87,4 @@ def test_every_kernel_compiles(target):
         [sys.executable, "-P", "-c", COMPILE, *target], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 14
+    assert len(done.stdout.splitlines()) == 16
