@@ -1,6 +1,6 @@
 """KDA kernels on a GPU beside flash-linear-attention's, and the bytes that must move.
 
-    python benchmarks/kda.py [--only forward] [--no-peer] [--out benchmarks/results/kda.jsonl]
+    python benchmarks/kda.py [--only "forward T=8192"] [--no-peer] [--out benchmarks/results/kda.jsonl]
 
 Random bfloat16 inputs, head size 128, float32 state, decays bounded at -5; gate, L2 norms and sigmoid inside the
 kernels of both. Forward cases are timed without the convolution (both sides) and, under a name of their own, with it.
@@ -98,8 +98,8 @@ def agreement(ours, peer):
     return ((ours.float() - peer.float()).norm() / peer.float().norm()).item()
 
 
-def forward_cases(with_peer, bandwidth):
-    for length, heads in FORWARD:
+def forward_cases(wanted, with_peer, bandwidth):
+    for length, heads in filter(lambda case: wanted(f"forward T={case[0]} H={case[1]}"), FORWARD):
         x = inputs(length, heads)
         least = 5 * 2 * SIZE * length * heads / bandwidth
         extra = {}
@@ -129,8 +129,8 @@ def forward_cases(with_peer, bandwidth):
             yield f"forward with convolution T={length} H={heads}", ours, peer, least, {}
 
 
-def training_cases(with_peer, bandwidth):
-    for length, heads in TRAINING:
+def training_cases(wanted, with_peer, bandwidth):
+    for length, heads in filter(lambda case: wanted(f"forward + backward T={case[0]} H={case[1]}"), TRAINING):
         x = inputs(length, heads, grad=True)
         grad = torch.randn_like(x["v"])
 
@@ -155,10 +155,10 @@ def training_cases(with_peer, bandwidth):
         yield f"forward + backward T={length} H={heads}", ours, peer, least, memory
 
 
-def decode_cases(with_peer, bandwidth, heads=96):
+def decode_cases(wanted, with_peer, bandwidth, heads=96):
     from contextlib import suppress
 
-    for batch in DECODE:
+    for batch in filter(lambda batch: wanted(f"decode B={batch} H={heads}"), DECODE):
         sets = max(2, -(-(2**28) // (batch * heads * SIZE * SIZE * 4)))
         calls, peers = [], []
         for _ in range(sets):
@@ -199,12 +199,13 @@ def decode_cases(with_peer, bandwidth, heads=96):
         with torch.no_grad():
             ours = replay_ms(calls)
             peer = replay_ms(peers) if peers else None
-        yield f"decode B={batch} H={heads}", ours, peer, 2 * heads * SIZE * SIZE * 4 * batch / bandwidth, {}
+        least = 2 * heads * SIZE * SIZE * 4 * batch / bandwidth
+        yield f"decode B={batch} H={heads}", ours, peer, least, {"peer": f"{PEER}, recurrence alone"}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["forward", "training", "decode"])
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
     parser.add_argument("--no-peer", action="store_true", help="time this package alone")
     parser.add_argument("--out", type=Path, default=RESULTS, help="lines are appended to this file")
     args = parser.parse_args()
@@ -215,15 +216,13 @@ def main():
     shared = {**facts(), "copy_tb_per_s": round(bandwidth / 1e9, 2)}
     print(json.dumps(shared))
     args.out.parent.mkdir(exist_ok=True)
-    kinds = {"forward": forward_cases, "training": training_cases, "decode": decode_cases}
-    for name, cases in kinds.items():
-        if args.only in (None, name):
-            for case, ours, peer, least, extra in cases(not args.no_peer, bandwidth):
-                line = {"case": case, "ours_ms": round(ours, 4), "peer": PEER, "peer_ms": peer and round(peer, 4),
-                        "roofline_ms": round(least, 4), **extra, **shared}  # fmt: skip
-                print(f"{case:45s} ours {ours:8.4f}  peer {peer or float('nan'):8.4f}  least {least:7.4f}  {extra}")
-                with args.out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+    for cases in (forward_cases, training_cases, decode_cases):
+        for case, ours, peer, least, extra in cases(lambda name: args.only in name, not args.no_peer, bandwidth):
+            line = {"case": case, "ours_ms": round(ours, 4), "peer": PEER, "peer_ms": peer and round(peer, 4),
+                    "roofline_ms": round(least, 4), **extra, **shared}  # fmt: skip
+            print(f"{case:45s} ours {ours:8.4f}  peer {peer or float('nan'):8.4f}  least {least:7.4f}  {extra}")
+            with args.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
