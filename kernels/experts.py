@@ -114,6 +114,14 @@ def fused_experts(
     )
 
 
+def groups_on_device(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Whether torch's grouped matrix product, which keeps the counts on the device, takes these on a GPU."""
+    if not (x.is_cuda and x.dtype == gate_up.dtype == down.dtype == torch.bfloat16):
+        return False
+    aligned = all(size % 8 == 0 for size in (*gate_up.shape[1:], *down.shape[1:]))
+    return aligned and hasattr(F, "grouped_mm")
+
+
 def _run(*arguments):
     from . import experts_triton
 

@@ -5,8 +5,9 @@ of one expert against a block of its rows, weights on the left. The first kernel
 the activation, the second one multiplies by the routing weight; every pair has a row of its own in the result, so that
 the sum over a token's experts has a fixed order.
 
-Packed weights hold the even columns in the low nibbles and the odd ones in the high nibbles. A product does not care
-about the order of its columns, so the two halves are multiplied apart, by activations stored even columns first.
+Packed weights are read as words of 32 bits, 8 codes each. A product does not care about the order of its columns, so a
+word is taken apart the way that costs least: codes j and j + 4 lie 16 bits apart, as the two halves of a register of
+bfloat16 do, and together are one of four planes. The activations are laid out in the same order, plane after plane.
 """
 
 import torch
@@ -37,11 +38,101 @@ def decode(code, scale, DT: tl.constexpr):
 
 
 @triton.jit
-def load_packed(packed, scale, offsets, groups, mask, DT: tl.constexpr):
-    """Even and odd columns of a tile of packed weights [BN, BK bytes]."""
-    both = tl.load(packed + offsets, mask=mask, other=0).to(tl.int32)
-    power = tl.load(scale + groups, mask=mask, other=127).to(tl.int32)
-    return decode(both & 15, power, DT), decode(both >> 4, power, DT)
+def decode_words(word, scale, DT: tl.constexpr, PTX: tl.constexpr):
+    """The 8 codes of words [N, W] under scales [N, W]: codes 0, 4, 1, 5, 2, 6, 3, 7, each [N, W] of type DT."""
+    if PTX and DT == tl.bfloat16:
+        # As `decode`, on two codes at a time. p is the power of two of the scale twice; scales 0 and 255 set the bit
+        # that makes them 2^-127 and NaN. The products are written as sums with -0, which sm_80 has.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 m, s, p, t, c, z;
+            .reg .pred q;
+            mov.b32 c, 0x7e807e80;
+            mov.b32 z, 0x80008000;
+            mul.lo.u32 p, $9, 0x00800080;
+            add.u32 t, $9, 1;
+            and.b32 t, t, 254;
+            setp.eq.u32 q, t, 0;
+            @q or.b32 p, p, 0x00400040;
+            shl.b32 m, $8, 6;
+            and.b32 m, m, 0x01c001c0;
+            shl.b32 s, $8, 12;
+            lop3.b32 m, s, 0x80008000, m, 0xf8;
+            fma.rn.bf16x2 m, m, c, z;
+            fma.rn.bf16x2 m, m, p, z;
+            mov.b32 {$0, $1}, m;
+            shl.b32 m, $8, 2;
+            and.b32 m, m, 0x01c001c0;
+            shl.b32 s, $8, 8;
+            lop3.b32 m, s, 0x80008000, m, 0xf8;
+            fma.rn.bf16x2 m, m, c, z;
+            fma.rn.bf16x2 m, m, p, z;
+            mov.b32 {$2, $3}, m;
+            shr.u32 m, $8, 2;
+            and.b32 m, m, 0x01c001c0;
+            shl.b32 s, $8, 4;
+            lop3.b32 m, s, 0x80008000, m, 0xf8;
+            fma.rn.bf16x2 m, m, c, z;
+            fma.rn.bf16x2 m, m, p, z;
+            mov.b32 {$4, $5}, m;
+            shr.u32 m, $8, 6;
+            and.b32 m, m, 0x01c001c0;
+            lop3.b32 m, $8, 0x80008000, m, 0xf8;
+            fma.rn.bf16x2 m, m, c, z;
+            fma.rn.bf16x2 m, m, p, z;
+            mov.b32 {$6, $7}, m;
+            }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [word, scale], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return (
+            decode(word & 15, scale, DT), decode((word >> 16) & 15, scale, DT),
+            decode((word >> 4) & 15, scale, DT), decode((word >> 20) & 15, scale, DT),
+            decode((word >> 8) & 15, scale, DT), decode((word >> 24) & 15, scale, DT),
+            decode((word >> 12) & 15, scale, DT), decode((word >> 28) & 15, scale, DT),
+        )  # fmt: skip
+
+
+@triton.jit
+def plane(a, b, BN: tl.constexpr, BW: tl.constexpr):
+    return tl.reshape(tl.join(a, b), (BN, 2 * BW))
+
+
+@triton.jit
+def load_weights(
+    words, scales, rows, first,
+    COLUMNS: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Four planes [BN, 2 BW] of packed weights, from word `first` on."""
+    at = first + tl.arange(0, BW)
+    word = tl.load(words + rows[:, None] * (COLUMNS // 8) + at[None, :], mask=(at < COLUMNS // 8)[None, :], other=0)
+    at = first // 4 + tl.arange(0, BW // 4)
+    scale = tl.load(scales + rows[:, None] * (COLUMNS // 32) + at[None, :], mask=(at < COLUMNS // 32)[None, :], other=0)
+    scale = tl.broadcast_to(scale.to(tl.int32)[:, :, None], (BN, BW // 4, 4))
+    a0, b0, a1, b1, a2, b2, a3, b3 = decode_words(word, tl.reshape(scale, (BN, BW)), DT, PTX)
+    return plane(a0, b0, BN, BW), plane(a1, b1, BN, BW), plane(a2, b2, BN, BW), plane(a3, b3, BN, BW)
+
+
+@triton.jit
+def load_planes(x, first, COLUMNS: tl.constexpr, BW: tl.constexpr, DT: tl.constexpr):
+    """Four planes [2 BW, BM] of activations at the rows x [BM] of pointers, from word `first` on."""
+    c = 2 * first + tl.arange(0, 2 * BW)
+    inside = (c < COLUMNS // 4)[None, :]
+    at = x[:, None] + c[None, :]
+    return (
+        tl.trans(tl.load(at, mask=inside, other=0.0).to(DT)),
+        tl.trans(tl.load(at + COLUMNS // 4, mask=inside, other=0.0).to(DT)),
+        tl.trans(tl.load(at + 2 * (COLUMNS // 4), mask=inside, other=0.0).to(DT)),
+        tl.trans(tl.load(at + 3 * (COLUMNS // 4), mask=inside, other=0.0).to(DT)),
+    )
+
+
+@triton.jit
+def add_planes(total, weights, x):
+    total = tl.dot(weights[0], x[0], total, input_precision="ieee")
+    total = tl.dot(weights[1], x[1], total, input_precision="ieee")
+    total = tl.dot(weights[2], x[2], total, input_precision="ieee")
+    return tl.dot(weights[3], x[3], total, input_precision="ieee")
 
 
 @triton.jit
@@ -50,98 +141,256 @@ def tanh(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def expert_tile(tile_expert, tile_row, offsets, order, BM: tl.constexpr, blocks):
-    """(expert or -1, block of rows, positions in the sorted order [BM], their pairs, which of them are real)."""
-    tile = tl.program_id(0) // blocks
-    expert = tl.load(tile_expert + tile)
-    rows = tl.load(tile_row + tile) + tl.arange(0, BM)
-    real = rows < tl.load(offsets + tl.maximum(expert, 0) + 1)
-    return expert, tl.program_id(0) % blocks, rows, tl.load(order + rows, mask=real, other=0), real
+def plan_kernel(expert_ids, order, tiles, PAIRS: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, COUNT: tl.constexpr):
+    """`plan` for few pairs in one program, by comparing every pair with every other."""
+    p = tl.arange(0, P)
+    inside = p < PAIRS
+    own = tl.load(expert_ids + p, mask=inside, other=0).to(tl.int32)
+    place = tl.zeros((P,), tl.int32)  # in the sorted order
+    before = tl.zeros((P,), tl.int32)  # pairs of the same expert before this one, and in all
+    alike = tl.zeros((P,), tl.int32)
+    for first in range(0, PAIRS, 16):
+        q = first + tl.arange(0, 16)
+        other = tl.load(expert_ids + q, mask=q < PAIRS, other=0).to(tl.int32)[None, :]
+        real = (q < PAIRS)[None, :]
+        same = real & (other == own[:, None])
+        earlier = same & (q[None, :] < p[:, None])
+        place += tl.sum((earlier | (real & (other < own[:, None]))).to(tl.int32), axis=1)
+        before += tl.sum(earlier.to(tl.int32), axis=1)
+        alike += tl.sum(same.to(tl.int32), axis=1)
+    tl.store(order + place, p, mask=inside)
+    # In the sorted order, through the memory of the result: the pairs that open a tile, and where it ends.
+    opens = tl.where(before % BM == 0, place + tl.minimum(BM, alike - before), 0)
+    tl.debug_barrier()
+    tl.store(order + PAIRS + place, opens, mask=inside)
+    tl.debug_barrier()
+    end = tl.load(order + PAIRS + p, mask=inside, other=0)
+    tile = tl.cumsum((end > 0).to(tl.int32), axis=0) - 1
+    expert = tl.load(expert_ids + tl.load(order + p, mask=inside, other=0))
+    tl.store(tiles + tile, expert.to(tl.int32), mask=end > 0)
+    tl.store(tiles + COUNT + tile, p, mask=end > 0)
+    tl.store(tiles + 2 * COUNT + tile, end, mask=end > 0)
+    used = tl.sum((end > 0).to(tl.int32), axis=0)
+    for first in range(0, COUNT, P):
+        tl.store(tiles + first + p, -1, mask=(first + p >= used) & (first + p < COUNT))
 
 
 @triton.jit
-def gate_up_kernel(
-    x, order, offsets, tile_expert, tile_row, weight, scale, h, beta, linear_beta,
-    D: tl.constexpr, M: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PACKED: tl.constexpr, SITU: tl.constexpr, CAPPED: tl.constexpr, DT: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """h [R, M] = activation(gate, up) of the sorted pairs, even columns first when the next weights are packed."""
-    expert, n_block, rows, pairs, real = expert_tile(tile_expert, tile_row, offsets, order, BM, tl.cdiv(M, BN))
-    if expert < 0:
-        return
-    n, c = n_block * BN + tl.arange(0, BN), tl.arange(0, BK)
-    in_n = n < M
-    WIDE: tl.constexpr = D // 2 if PACKED else D  # elements of weight in a row
-    x_rows = (pairs // TOP_K).to(tl.int64)[:, None] * D
-    w_rows = expert.to(tl.int64) * (2 * M * WIDE) + n[:, None] * WIDE
-    s_rows = expert.to(tl.int64) * (2 * M * (D // 32)) + n[:, None] * (D // 32)
-    gate = tl.zeros((BN, BM), tl.float32)
-    up = tl.zeros((BN, BM), tl.float32)
-    for first in range(0, WIDE, BK):
-        k = first + c
-        in_x, in_w = real[:, None] & (k < WIDE)[None, :], in_n[:, None] & (k < WIDE)[None, :]
-        even = tl.trans(tl.load(x + x_rows + k[None, :], mask=in_x, other=0.0).to(DT))
-        if PACKED:
-            odd = tl.trans(tl.load(x + x_rows + WIDE + k[None, :], mask=in_x, other=0.0).to(DT))
-            places, groups = w_rows + k[None, :], s_rows + (k // 16)[None, :]
-            low, high = load_packed(weight, scale, places, groups, in_w, DT)
-            gate = tl.dot(low, even, gate, input_precision="ieee")
-            gate = tl.dot(high, odd, gate, input_precision="ieee")
-            low, high = load_packed(weight + M * WIDE, scale + M * (D // 32), places, groups, in_w, DT)
-            up = tl.dot(low, even, up, input_precision="ieee")
-            up = tl.dot(high, odd, up, input_precision="ieee")
-        else:
-            w = tl.load(weight + w_rows + k[None, :], mask=in_w, other=0.0).to(DT)
-            gate = tl.dot(w, even, gate, input_precision="ieee")
-            w = tl.load(weight + M * WIDE + w_rows + k[None, :], mask=in_w, other=0.0).to(DT)
-            up = tl.dot(w, even, up, input_precision="ieee")
+def expert_tile(tiles, count, blocks):
+    """(expert or -1, block of rows of its weights, first and end of the tile's places in the sorted order)."""
+    tile = tl.program_id(0) // blocks
+    expert = tl.load(tiles + tile)
+    first = tl.load(tiles + count + tile, mask=expert >= 0, other=0)
+    return expert, tl.program_id(0) % blocks, first, tl.load(tiles + 2 * count + tile, mask=expert >= 0, other=0)
+
+
+@triton.jit
+def tile_rows(order, first, end, PART: tl.constexpr, BM: tl.constexpr):
+    """(places [BM] of a tile's part, their pairs, which are real). The others repeat the first and are not stored."""
+    rows = first + PART * BM + tl.arange(0, BM)
+    real = rows < end
+    rows = tl.where(real, rows, first)
+    return rows.to(tl.int64), tl.load(order + rows), real
+
+
+@triton.jit
+def activation(gate, up, beta, linear_beta, SITU: tl.constexpr, CAPPED: tl.constexpr, PTX: tl.constexpr):
     share = sigmoid(gate, PTX)
     if SITU:
         gate = beta * tanh(gate / beta, PTX)
         if CAPPED:
             up = linear_beta * tanh(up / linear_beta, PTX)
-    value = gate * share * up
-    place = n // 2 + (n % 2) * (M // 2) if PACKED else n
-    tl.store(h + rows.to(tl.int64)[None, :] * M + place[:, None], value.to(h.dtype.element_ty),
-             mask=in_n[:, None] & real[None, :])  # fmt: skip
+    return gate * share * up
+
+
+@triton.jit
+def store_planes(h, rows, real, value, first_n, M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """value [BN, BM] at the rows [BM] of h [R, M], as `load_planes` reads them."""
+    value = tl.trans(value.to(h.dtype.element_ty))
+    value = tl.reshape(tl.permute(tl.reshape(value, (BM, BN // 8, 2, 4)), (0, 3, 1, 2)), (BM, 4, BN // 4))
+    c = first_n // 4 + tl.arange(0, BN // 4)
+    place = (tl.arange(0, 4) * (M // 4))[:, None] + c[None, :]
+    mask = real[:, None, None] & (c < M // 4)[None, None, :]
+    tl.store(h + (rows * M)[:, None, None] + place[None, :, :], value, mask=mask)
+
+
+@triton.jit
+def packed_gate_up_kernel(
+    x, order, tiles, count, weight, scale, h, beta, linear_beta,
+    D: tl.constexpr, M: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr,
+    BW: tl.constexpr, SITU: tl.constexpr, CAPPED: tl.constexpr, DT: tl.constexpr, PTX: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """h [R, M] = activation(gate, up) of the sorted pairs, its columns in planes; a tile has PARTS (1 or 3) of BM."""
+    expert, n_block, first, end = expert_tile(tiles, count, tl.cdiv(M, BN))
+    if expert < 0:
+        return
+    n = tl.minimum(n_block * BN + tl.arange(0, BN), M - 1)
+    weight += expert.to(tl.int64) * (2 * M * (D // 8))
+    scale += expert.to(tl.int64) * (2 * M * (D // 32))
+    rows, pairs, real = tile_rows(order, first, end, 0, BM)
+    x0 = x + (pairs // TOP_K).to(tl.int64) * D
+    gate, up = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
+    if PARTS == 3:
+        rows1, pairs1, real1 = tile_rows(order, first, end, 1, BM)
+        rows2, pairs2, real2 = tile_rows(order, first, end, 2, BM)
+        x1, x2 = x + (pairs1 // TOP_K).to(tl.int64) * D, x + (pairs2 // TOP_K).to(tl.int64) * D
+        gate1, up1 = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
+        gate2, up2 = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
+    for word in tl.range(0, D // 8, BW, num_stages=STAGES):
+        of_gate = load_weights(weight, scale, n, word, D, BN, BW, DT, PTX)
+        of_up = load_weights(weight + M * (D // 8), scale + M * (D // 32), n, word, D, BN, BW, DT, PTX)
+        planes = load_planes(x0, word, D, BW, DT)
+        gate, up = add_planes(gate, of_gate, planes), add_planes(up, of_up, planes)
+        if PARTS == 3:
+            planes = load_planes(x1, word, D, BW, DT)
+            gate1, up1 = add_planes(gate1, of_gate, planes), add_planes(up1, of_up, planes)
+            planes = load_planes(x2, word, D, BW, DT)
+            gate2, up2 = add_planes(gate2, of_gate, planes), add_planes(up2, of_up, planes)
+    value = activation(gate, up, beta, linear_beta, SITU, CAPPED, PTX)
+    store_planes(h, rows, real, value, n_block * BN, M, BM, BN)
+    if PARTS == 3:
+        value = activation(gate1, up1, beta, linear_beta, SITU, CAPPED, PTX)
+        store_planes(h, rows1, real1, value, n_block * BN, M, BM, BN)
+        value = activation(gate2, up2, beta, linear_beta, SITU, CAPPED, PTX)
+        store_planes(h, rows2, real2, value, n_block * BN, M, BM, BN)
+
+
+@triton.jit
+def store_weighted(y, routing, pairs, real, value, c, D: tl.constexpr):
+    """value [BN, BM] times the routing weights, at the rows `pairs` [BM] of y [R, D] and its columns c [BN]."""
+    value *= tl.load(routing + pairs).to(tl.float32)[None, :]
+    place = (pairs.to(tl.int64) * D)[:, None] + c[None, :]
+    tl.store(y + place, tl.trans(value), mask=real[:, None] & (c < D)[None, :])
+
+
+@triton.jit
+def packed_down_kernel(
+    h, order, tiles, count, weight, scale, routing, y,
+    D: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
+    DT: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """y [R, D] float32 = routing weight times down(h), at the place of the pair before sorting."""
+    expert, n_block, first, end = expert_tile(tiles, count, tl.cdiv(D, BN))
+    if expert < 0:
+        return
+    c = n_block * BN + tl.arange(0, BN)
+    n = tl.minimum(c, D - 1)
+    weight += expert.to(tl.int64) * (D * (M // 8))
+    scale += expert.to(tl.int64) * (D * (M // 32))
+    rows, pairs, real = tile_rows(order, first, end, 0, BM)
+    total = tl.zeros((BN, BM), tl.float32)
+    if PARTS == 3:
+        rows1, pairs1, real1 = tile_rows(order, first, end, 1, BM)
+        rows2, pairs2, real2 = tile_rows(order, first, end, 2, BM)
+        total1, total2 = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
+    for word in tl.range(0, M // 8, BW, num_stages=STAGES):
+        weights = load_weights(weight, scale, n, word, M, BN, BW, DT, PTX)
+        total = add_planes(total, weights, load_planes(h + rows * M, word, M, BW, DT))
+        if PARTS == 3:
+            total1 = add_planes(total1, weights, load_planes(h + rows1 * M, word, M, BW, DT))
+            total2 = add_planes(total2, weights, load_planes(h + rows2 * M, word, M, BW, DT))
+    store_weighted(y, routing, pairs, real, total, c, D)
+    if PARTS == 3:
+        store_weighted(y, routing, pairs1, real1, total1, c, D)
+        store_weighted(y, routing, pairs2, real2, total2, c, D)
+
+
+@triton.jit
+def gate_up_kernel(
+    x, order, tiles, count, weight, h, beta, linear_beta,
+    D: tl.constexpr, M: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SITU: tl.constexpr, CAPPED: tl.constexpr, DT: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """h [R, M] = activation(gate, up) of the sorted pairs, for floating-point weights."""
+    expert, n_block, first, end = expert_tile(tiles, count, tl.cdiv(M, BN))
+    if expert < 0:
+        return
+    c = n_block * BN + tl.arange(0, BN)
+    n = tl.minimum(c, M - 1)
+    rows, pairs, real = tile_rows(order, first, end, 0, BM)
+    x += (pairs // TOP_K).to(tl.int64) * D
+    weight += expert.to(tl.int64) * (2 * M * D)
+    gate, up = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
+    for column in tl.range(0, D, BK, num_stages=STAGES):
+        k = column + tl.arange(0, BK)
+        inside = (k < D)[None, :]
+        b_x = tl.trans(tl.load(x[:, None] + k[None, :], mask=inside, other=0.0).to(DT))
+        w = tl.load(weight + n[:, None] * D + k[None, :], mask=inside, other=0.0).to(DT)
+        gate = tl.dot(w, b_x, gate, input_precision="ieee")
+        w = tl.load(weight + M * D + n[:, None] * D + k[None, :], mask=inside, other=0.0).to(DT)
+        up = tl.dot(w, b_x, up, input_precision="ieee")
+    value = activation(gate, up, beta, linear_beta, SITU, CAPPED, PTX).to(h.dtype.element_ty)
+    tl.store(h + (rows * M)[:, None] + c[None, :], tl.trans(value), mask=real[:, None] & (c < M)[None, :])
 
 
 @triton.jit
 def down_kernel(
-    h, order, offsets, tile_expert, tile_row, weight, scale, routing, y,
-    D: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
-    DT: tl.constexpr,
+    h, order, tiles, count, weight, routing, y,
+    D: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y [R, D] float32 = routing weight times down(h), at the place of the pair before sorting."""
-    expert, n_block, rows, pairs, real = expert_tile(tile_expert, tile_row, offsets, order, BM, tl.cdiv(D, BN))
+    """As `packed_down_kernel`, for floating-point weights and h in the order of its columns."""
+    expert, n_block, first, end = expert_tile(tiles, count, tl.cdiv(D, BN))
     if expert < 0:
         return
-    n, c = n_block * BN + tl.arange(0, BN), tl.arange(0, BK)
-    in_n = n < D
-    WIDE: tl.constexpr = M // 2 if PACKED else M
-    h_rows = rows.to(tl.int64)[:, None] * M
-    w_rows = expert.to(tl.int64) * (D * WIDE) + n[:, None] * WIDE
-    s_rows = expert.to(tl.int64) * (D * (M // 32)) + n[:, None] * (M // 32)
+    c = n_block * BN + tl.arange(0, BN)
+    n = tl.minimum(c, D - 1)
+    rows, pairs, real = tile_rows(order, first, end, 0, BM)
+    h += rows * M
+    weight += expert.to(tl.int64) * (D * M)
     total = tl.zeros((BN, BM), tl.float32)
-    for first in range(0, WIDE, BK):
-        k = first + c
-        in_h, in_w = real[:, None] & (k < WIDE)[None, :], in_n[:, None] & (k < WIDE)[None, :]
-        even = tl.trans(tl.load(h + h_rows + k[None, :], mask=in_h, other=0.0).to(DT))
-        if PACKED:
-            odd = tl.trans(tl.load(h + h_rows + WIDE + k[None, :], mask=in_h, other=0.0).to(DT))
-            low, high = load_packed(weight, scale, w_rows + k[None, :], s_rows + (k // 16)[None, :], in_w, DT)
-            total = tl.dot(low, even, total, input_precision="ieee")
-            total = tl.dot(high, odd, total, input_precision="ieee")
-        else:
-            w = tl.load(weight + w_rows + k[None, :], mask=in_w, other=0.0).to(DT)
-            total = tl.dot(w, even, total, input_precision="ieee")
-    total *= tl.load(routing + pairs, mask=real, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + pairs.to(tl.int64)[None, :] * D + n[:, None], total, mask=in_n[:, None] & real[None, :])
+    for column in tl.range(0, M, BK, num_stages=STAGES):
+        k = column + tl.arange(0, BK)
+        inside = (k < M)[None, :]
+        b_h = tl.trans(tl.load(h[:, None] + k[None, :], mask=inside, other=0.0).to(DT))
+        w = tl.load(weight + n[:, None] * M + k[None, :], mask=inside, other=0.0).to(DT)
+        total = tl.dot(w, b_h, total, input_precision="ieee")
+    store_weighted(y, routing, pairs, real, total, c, D)
 
 
-def rows_a_tile(pairs: int, experts: int) -> int:
-    """BM for the average number of pairs an expert gets, as if they were spread evenly."""
-    return max(16, min(128, triton.next_power_of_2(triton.cdiv(pairs, experts))))
+# Pairs that one program sorts.
+FEW_PAIRS = 512
+
+
+def tile_size(pairs: int, experts: int, packed: bool) -> tuple[int, int]:
+    """Rows of a part and parts of a tile, for the average number of pairs an expert gets.
+
+    Packed weights are decoded once for a tile, so that many pairs make it three parts of 64 rows.
+    """
+    rows = max(16, triton.next_power_of_2(triton.cdiv(pairs, experts)))
+    return (64, 3) if packed and rows > 64 else (min(128, rows), 1)
+
+
+def plan(expert_ids, experts: int, block_m: int):
+    """Sort the pairs by expert and cut every expert's into tiles, without waiting for the device.
+
+    Args:
+        expert_ids: [P] expert of every pair.
+        block_m: pairs a tile.
+
+    Returns:
+        order [P] pairs sorted by expert; tiles [3, n] expert (-1: no tile), first and end of its places in `order`.
+    """
+    pairs, device = len(expert_ids), expert_ids.device
+    # There are at most so many, whatever the routing.
+    count = pairs // block_m + min(experts, pairs)
+    if pairs <= FEW_PAIRS:
+        order = torch.empty(2 * pairs, device=device, dtype=torch.int32)  # the second half is the kernel's own
+        tiles = torch.empty(3, count, device=device, dtype=torch.int32)
+        block = max(16, triton.next_power_of_2(pairs))
+        plan_kernel[(1,)](expert_ids, order, tiles, pairs, block, block_m, count, num_warps=max(1, block // 64))
+        return order, tiles
+    sorted_ids, order = torch.sort(expert_ids, stable=True)
+    offsets = torch.searchsorted(sorted_ids, torch.arange(experts + 1, device=device))
+    counts = (offsets.diff() + block_m - 1) // block_m
+    ends = counts.cumsum(0)
+    ids = torch.arange(count, device=device)
+    expert = torch.searchsorted(ends, ids, right=True).clamp_max(experts - 1)
+    first = offsets[expert] + (ids - ends[expert] + counts[expert]) * block_m
+    end = torch.minimum(first + block_m, offsets[expert + 1])
+    tiles = torch.stack([torch.where(ids < ends[-1], expert, -1), first, end])
+    return order.int(), tiles.int()
 
 
 def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale, beta, linear_beta):
@@ -149,31 +398,47 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     (tokens, size), top_k = x.shape, expert_ids.shape[1]
     experts, width, packed = gate_up.shape[0], gate_up.shape[1] // 2, gate_up_scale is not None
     pairs = tokens * top_k
-    flat = expert_ids.flatten()
-    order = torch.argsort(flat, stable=True)
-    offsets = torch.searchsorted(flat[order], torch.arange(experts + 1, device=x.device))
-    block_m = rows_a_tile(pairs, experts)
-    # Tiles of every expert; there are at most so many, whatever the routing.
-    tiles = torch.nn.functional.pad(((offsets.diff() + block_m - 1) // block_m).cumsum(0), (1, 0))
-    count = pairs // block_m + min(experts, pairs)
-    ids = torch.arange(count, device=x.device)
-    expert = torch.searchsorted(tiles, ids, right=True) - 1
-    row = offsets[expert.clamp_max(experts - 1)] + (ids - tiles[expert]) * block_m
-    expert = torch.where(ids < tiles[-1], expert, -1)
-    if packed:
-        x = x.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1)
-    x = x.contiguous()
-    operand = tl.float32 if x.dtype == torch.float32 else tl.bfloat16
+    block_m, parts = tile_size(pairs, experts, packed)
+    order, tiles = plan(expert_ids.flatten(), experts, block_m * parts)
+    if packed:  # the order of `plane`: code 4 half + number of a word is the half of plane `number`
+        x = x.view(tokens, -1, 2, 4).permute(0, 3, 1, 2)
+        gate_up, down = gate_up.view(torch.int32), down.view(torch.int32)
+    x, routing = x.contiguous(), expert_weights.contiguous()
+    half = x.dtype != torch.float32
+    operand = tl.bfloat16 if half else tl.float32
     h = torch.empty(pairs, width, device=x.device, dtype=x.dtype)
     y = torch.empty(pairs, size, device=x.device, dtype=torch.float32)
-    block_n, block_k = 64, 32 if packed else 64
-    gate_up_kernel[(count * triton.cdiv(width, block_n),)](
-        x, order, offsets, expert, row, gate_up, gate_up_scale, h, beta or 1.0, linear_beta or 1.0,
-        size, width, top_k, block_m, block_n, block_k, packed, beta is not None, linear_beta is not None, operand,
-        tools.USE_PTX, num_warps=4,
-    )  # fmt: skip
-    down_kernel[(count * triton.cdiv(size, block_n),)](
-        h, order, offsets, expert, row, down, down_scale, expert_weights.contiguous(), y,
-        size, width, block_m, block_n, block_k, packed, operand, num_warps=4,
-    )  # fmt: skip
+    block_n, block_k, warps, stages = block_sizes(block_m, parts, packed, half)
+    count, situ, capped = tiles.shape[1], beta is not None, linear_beta is not None
+    betas = beta or 1.0, linear_beta or 1.0
+    grids = [(count * triton.cdiv(rows, block_n),) for rows in (width, size)]
+    if packed:
+        packed_gate_up_kernel[grids[0]](
+            x, order, tiles, count, gate_up, gate_up_scale, h, *betas,
+            size, width, top_k, block_m, parts, block_n, block_k, situ, capped, operand, tools.USE_PTX, stages,
+            num_warps=warps,
+        )  # fmt: skip
+        packed_down_kernel[grids[1]](
+            h, order, tiles, count, down, down_scale, routing, y,
+            size, width, block_m, parts, block_n, block_k, operand, tools.USE_PTX, stages, num_warps=warps,
+        )  # fmt: skip
+    else:
+        gate_up_kernel[grids[0]](
+            x, order, tiles, count, gate_up, h, *betas,
+            size, width, top_k, block_m, block_n, block_k, situ, capped, operand, tools.USE_PTX, stages,
+            num_warps=warps,
+        )  # fmt: skip
+        down_kernel[grids[1]](
+            h, order, tiles, count, down, routing, y,
+            size, width, block_m, block_n, block_k, operand, stages, num_warps=warps,
+        )  # fmt: skip
     return y.view(tokens, top_k, size).sum(1)
+
+
+def block_sizes(block_m: int, parts: int, packed: bool, half: bool) -> tuple[int, int, int, int]:
+    """Rows of weights, columns (words of packed ones) a step, warps, and steps in flight (measured on an H200)."""
+    if not half:
+        return 32, 8 if packed else 32, 4, 1
+    if packed:
+        return (64, 8, 4, 3) if parts == 3 else (64, 32, 4, 3)
+    return (128, 64, 8, 4) if block_m == 128 else (64, 128, 4, 3)

@@ -7,7 +7,8 @@ from kimi_k3.kernels import dispatch, experts, mxfp4, situ
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-load_packed = pytest.importorskip("kimi_k3.kernels.experts_triton").load_packed
+experts_triton = pytest.importorskip("kimi_k3.kernels.experts_triton")
+decode_words = experts_triton.decode_words
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -69,8 +70,8 @@ def test_every_activation(activation, packed, dtype, bound):
 @pytest.mark.parametrize("packed", [False, True], ids=["float", "mxfp4"])
 @pytest.mark.parametrize(
     "case",
-    [(1, 8, 4, None), (70, 4, 2, None), (40, 16, 2, [3, 9]), (17, 2, 2, None), (300, 3, 1, [1])],
-    ids=["one-token", "many-a-expert", "two-experts-hit", "all-hit", "one-expert"],
+    [(1, 8, 4, None), (70, 4, 2, None), (40, 16, 2, [3, 9]), (17, 2, 2, None), (300, 3, 1, [1]), (90, 1, 1, None)],
+    ids=["one-token", "many-a-expert", "two-experts-hit", "all-hit", "one-expert", "a-tile-of-three-parts"],
 )
 @torch.no_grad()
 def test_ragged_groups(case, packed):
@@ -83,11 +84,19 @@ def test_ragged_groups(case, packed):
 
 
 @triton.jit
-def decode_all(packed, scale, out, DT: tl.constexpr):
-    row, c = tl.program_id(0), tl.arange(0, 16)
-    low, high = load_packed(packed, scale, row * 16 + c, row + c * 0, c < 16, DT)
-    tl.store(out + row * 32 + 2 * c, low.to(tl.float32))
-    tl.store(out + row * 32 + 2 * c + 1, high.to(tl.float32))
+def decode_all(packed, scale, out, DT: tl.constexpr, PTX: tl.constexpr):
+    row, w = tl.program_id(0), tl.arange(0, 16)[None, :]
+    word = tl.load(packed + row * 4 + w, mask=w < 4, other=0)
+    n0, n4, n1, n5, n2, n6, n3, n7 = decode_words(word, tl.load(scale + row + 0 * w).to(tl.int32), DT, PTX)
+    out += row * 32 + 8 * w
+    tl.store(out, n0.to(tl.float32), mask=w < 4)
+    tl.store(out + 1, n1.to(tl.float32), mask=w < 4)
+    tl.store(out + 2, n2.to(tl.float32), mask=w < 4)
+    tl.store(out + 3, n3.to(tl.float32), mask=w < 4)
+    tl.store(out + 4, n4.to(tl.float32), mask=w < 4)
+    tl.store(out + 5, n5.to(tl.float32), mask=w < 4)
+    tl.store(out + 6, n6.to(tl.float32), mask=w < 4)
+    tl.store(out + 7, n7.to(tl.float32), mask=w < 4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", *(["bfloat16"] if ON_GPU else [])])
@@ -98,9 +107,26 @@ def test_every_code_and_every_scale_byte(dtype):
     packed = (codes[0::2] | (codes[1::2] << 4)).repeat(256, 1)
     expected = mxfp4.dequantize_mxfp4(packed, scale[:, None], getattr(torch, dtype)).float()
     got = torch.empty(256, 32, device=DEVICE)
-    decode_all[(256,)](packed.to(DEVICE), scale.to(DEVICE), got, getattr(tl, dtype))
+    decode_all[(256,)](packed.view(torch.int32).to(DEVICE), scale.to(DEVICE), got, getattr(tl, dtype), ON_GPU)
     assert torch.equal(got.cpu()[:255], expected[:255])
     assert got[255].isnan().all()
+
+
+@pytest.mark.parametrize("few", [512, 0], ids=["one-program", "torch"])
+@pytest.mark.parametrize(("pairs", "num_experts"), [(1, 4), (16, 896), (37, 5), (130, 1), (300, 40)])
+def test_the_plan_of_tiles(pairs, num_experts, few, monkeypatch):
+    """Every pair lies in one tile of its expert, in the order of a stable sort; unused tiles say so."""
+    monkeypatch.setattr(experts_triton, "FEW_PAIRS", few)
+    torch.manual_seed(pairs)
+    ids = torch.randint(0, num_experts, (pairs,), device=DEVICE)
+    order, tiles = experts_triton.plan(ids, num_experts, 16)
+    assert order[:pairs].tolist() == ids.sort(stable=True).indices.tolist()
+    seen = []
+    for expert, first, end in tiles.t().tolist():
+        if expert >= 0:
+            assert 0 < end - first <= 16 and (ids[order[first:end].long()] == expert).all()
+            seen += range(first, end)
+    assert seen == list(range(pairs))
 
 
 def test_gradients_take_the_reference():

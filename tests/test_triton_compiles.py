@@ -26,8 +26,8 @@ FLOAT32 = dict.fromkeys(
     "dh0 transition offset dweight scores inverse_rms d_query d_out_weight routing y".split(), "*fp32")
 NUMBERS = dict.fromkeys("scale lower_bound eps norm_eps out_eps linear_beta".split(), "fp32")
 COUNTS = dict.fromkeys("T P tokens segment_steps rows".split(), "i32")
-INT64 = dict.fromkeys("order offsets tile_expert tile_row".split(), "*i64")
-TYPES = {**FLOAT32, **NUMBERS, **COUNTS, **INT64}
+PLANS = dict.fromkeys("order tiles".split(), "*i32") | dict(expert_ids="*i64", count="i32")
+TYPES = {**FLOAT32, **NUMBERS, **COUNTS, **PLANS}
 COMMON = dict(
     H=4, K=128, V=128, BK=128, BV=128, C=32, BS=32, DT=tl.bfloat16, IT=tl.float16, W=4, BT=32, BP=128, VARLEN=False,
     cu_seqlens=None, block_offsets=None, block_seq=None, sequence_of=None, HAS_TAIL=True, PTX=backend == "cuda",
@@ -35,9 +35,11 @@ COMMON = dict(
     SEGMENTS=1, STEPS=4, STAGES=1 if backend == "hip" else 3, checkpoints=None, checkpoint_offsets=None,
     ONE_TOKEN=True, N=9, D=7168, BD=8192, NORM=True, KEEP=True, HAS_MIXED=True, HAS_OUT=True,
 )
-EXPERTS = dict(D=3584, M=3072, TOP_K=16, BM=16, BN=64, BK=64, PACKED=False, SITU=True, CAPPED=True, scale=None)
-PACKED = {name: value for name, value in dict(EXPERTS, BK=32, PACKED=True).items() if name != "scale"}
-BYTES = dict(weight="*u8", scale="*u8", beta="fp32")
+EXPERTS = dict(
+    D=3584, M=3072, TOP_K=16, BM=16, BN=64, BK=64, BW=16, PARTS=1, SITU=True, CAPPED=True, PAIRS=37, P=64, COUNT=5,
+)
+MANY = dict(EXPERTS, BM=64, BW=8, PARTS=3, STAGES=1)
+BYTES = dict(weight="*i32", scale="*u8", beta="fp32")
 CASES = [
     (kda_chunk_triton.prepare_kernel, 2, dict(residual=None), {}),
     (kda_chunk_triton.prepare_kernel, 2, dict(residual=None, BOUNDED=False, NARROW=False), {}),
@@ -52,9 +54,12 @@ CASES = [
     (short_conv_triton.conv_backward_kernel, 4, {}, dict(weight="*fp32")),
     (attn_res_triton.mix_kernel, 8, {}, {}),
     (attn_res_triton.mix_backward_kernel, 8, {}, {}),
-    (experts_triton.gate_up_kernel, 4, PACKED, BYTES),
-    (experts_triton.down_kernel, 4, PACKED, BYTES),
+    (experts_triton.packed_gate_up_kernel, 4, EXPERTS, BYTES),
+    (experts_triton.packed_down_kernel, 4, EXPERTS, BYTES),
+    (experts_triton.packed_gate_up_kernel, 4, MANY, BYTES),
     (experts_triton.gate_up_kernel, 4, EXPERTS, dict(beta="fp32")),
+    (experts_triton.down_kernel, 4, EXPERTS, {}),
+    (experts_triton.plan_kernel, 1, EXPERTS, {}),
 ]
 for kernel, warps, options, types in CASES:
     constants = {name: value for name, value in {**COMMON, **options}.items()
@@ -64,7 +69,7 @@ for kernel, warps, options, types in CASES:
         kind = {**TYPES, **types}.get(name, "*bf16")
         if name.startswith(("stride_", "batch_")):
             kind = "i32"
-        if name in ("sources", "grads"):
+        if name == "sources":
             kind = ("*bf16",) * constants["N"]
         signature[name] = "constexpr" if name in constants else kind
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -87,4 +92,4 @@ def test_every_kernel_compiles(target):
         [sys.executable, "-P", "-c", COMPILE, *target], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 16
+    assert len(done.stdout.splitlines()) == 19
