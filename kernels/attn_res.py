@@ -77,10 +77,14 @@ def _composed(sources, norm_weight, proj_weight, eps):
 
 
 def _run(sources, norm_weight, proj_weight, eps, out_weight, out_eps):
-    sources = [source.contiguous() for source in sources]
+    sources = [_aligned(source.contiguous()) for source in sources]
     if dispatch.needs_grad(*sources, norm_weight, proj_weight, out_weight):
         return dispatch.run_kernels(_Mix.apply, eps, out_eps, norm_weight, proj_weight, out_weight, *sources)
     return dispatch.run_kernels(_forward, sources, norm_weight, proj_weight, eps, out_weight, out_eps)
+
+
+def _aligned(x):
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _forward(sources, norm_weight, proj_weight, eps, out_weight, out_eps):

@@ -20,12 +20,23 @@ def pair_sum(a, b, c, d):
 
 
 @triton.jit
+def source_offset(sources, i, N: tl.constexpr):
+    """Elements from the first source to source i: a loop over the sources, unlike unrolled code, loads ahead."""
+    start = sources[0].to(tl.int64)
+    offset = start - start
+    for other in tl.static_range(1, N):
+        offset = tl.where(i == other, sources[other].to(tl.int64) - start, offset)
+    return tl.multiple_of(offset // (sources[0].dtype.element_ty.primitive_bitwidth // 8), 8)
+
+
+@triton.jit
 def mix_kernel(
-    sources, norm_weight, proj_weight, out_weight, mixed, out, scores, inverse_rms, eps, out_eps,
+    sources, norm_weight, proj_weight, out_weight, mixed, out, scores, inverse_rms, rows, eps, out_eps,
     N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, PTX: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the sources of one row; then the norm that follows, with the roundings of the model's."""
-    row = tl.program_id(0).to(tl.int64)
+    """Online softmax over the sources of a row; then the norm that follows, with the roundings of the model's."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
     c = tl.arange(0, BD)
     inside = c < D
     query = tl.load(norm_weight + c, mask=inside, other=0.0).to(tl.float32)
@@ -33,13 +44,17 @@ def mix_kernel(
     total = tl.zeros((BD,), tl.float32)
     top = -float("inf")
     denominator = 0.0
-    for i in tl.static_range(N):
-        value = tl.load(sources[i] + row * D + c, mask=inside, other=0.0).to(tl.float32)
+    # One loop over all rows of this program and their sources, so that the next row loads while this one ends.
+    for step in tl.range(0, tl.cdiv(rows - program, programs) * N, num_stages=STAGES):
+        i = step % N
+        row = (program + (step // N) * programs).to(tl.int64)
+        place = sources[0] + (source_offset(sources, i, N) + row * D)
+        value = tl.load(place + c, mask=inside, other=0.0).to(tl.float32)
         squares, product = tl.reduce((value * value, value * query), 0, pair_sum)
         rms = tl.rsqrt(squares / D + eps)
         score = product * rms
-        new_top = tl.maximum(top, score)
-        kept = exp2((top - new_top) * LOG2E, PTX)
+        new_top = tl.where(i == 0, score, tl.maximum(top, score))
+        kept = tl.where(i == 0, 0.0, exp2((top - new_top) * LOG2E, PTX))
         weight = exp2((score - new_top) * LOG2E, PTX)
         total = total * kept + value * weight
         denominator = denominator * kept + weight
@@ -47,14 +62,14 @@ def mix_kernel(
         if KEEP:
             tl.store(scores + row * N + i, score)
             tl.store(inverse_rms + row * N + i, rms)
-    total /= denominator
-    rounded = total.to(mixed.dtype.element_ty)
-    tl.store(mixed + row * D + c, rounded, mask=inside)
-    if NORM:
-        value = rounded.to(tl.float32)
-        value *= tl.rsqrt(tl.sum(value * value, axis=0) / D + out_eps)
-        weight = tl.load(out_weight + c, mask=inside, other=0.0)
-        tl.store(out + row * D + c, (value.to(rounded.dtype) * weight).to(out.dtype.element_ty), mask=inside)
+        if i == N - 1:
+            rounded = (total / denominator).to(mixed.dtype.element_ty)
+            tl.store(mixed + row * D + c, rounded, mask=inside)
+            if NORM:
+                normed = rounded.to(tl.float32)
+                normed *= tl.rsqrt(tl.sum(normed * normed, axis=0) / D + out_eps)
+                normed = normed.to(rounded.dtype) * tl.load(out_weight + c, mask=inside, other=0.0)
+                tl.store(out + row * D + c, normed.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -62,9 +77,9 @@ def mix_backward_kernel(
     sources, grads, norm_weight, proj_weight, out_weight, mixed, d_mixed, d_out, scores, inverse_rms,
     d_query, d_out_weight, rows, out_eps,
     N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HAS_MIXED: tl.constexpr, HAS_OUT: tl.constexpr,
-    PTX: tl.constexpr,
+    PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the sources, and sums over this program's rows for the weights."""
+    """Gradients [N, rows, D] of the sources, and sums over this program's rows for the weights."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     c = tl.arange(0, BD)
     inside = c < D
@@ -92,15 +107,16 @@ def mix_backward_kernel(
         denominator = 0.0
         for i in tl.static_range(N):
             denominator += exp2((tl.load(scores + row * N + i) - top) * LOG2E, PTX)
-        for i in tl.static_range(N):
-            value = tl.load(sources[i] + row * D + c, mask=inside, other=0.0).to(tl.float32)
+        for i in tl.range(0, N, num_stages=STAGES):
+            source = sources[0] + (source_offset(sources, i, N) + row * D)
+            value = tl.load(source + c, mask=inside, other=0.0).to(tl.float32)
             score = tl.load(scores + row * N + i)
             rms = tl.load(inverse_rms + row * N + i)
             share = exp2((score - top) * LOG2E, PTX) / denominator
             d_score = share * (tl.sum(grad * value, axis=0) - both)
             query_sum += (d_score * rms) * value
             d_value = share * grad + d_score * (rms * query - (rms * rms * score / D) * value)
-            tl.store(grads[i] + row * D + c, d_value.to(grads[i].dtype.element_ty), mask=inside)
+            tl.store(grads + (i * rows + row) * D + c, d_value.to(grads.dtype.element_ty), mask=inside)
     tl.store(d_query + program * D + c, query_sum, mask=inside)
     if HAS_OUT:
         tl.store(d_out_weight + program * D + c, weight_sum, mask=inside)
@@ -110,10 +126,15 @@ def _warps(width: int) -> int:
     return max(1, min(16, triton.next_power_of_2(width) // 1024))
 
 
+def _stages(x) -> int:
+    """Rows of sources on their way at a time: two programs of them fit the shared memory of a multiprocessor."""
+    return 1 if x.dtype == torch.float32 or torch.version.hip is not None else 4
+
+
 def forward(sources, norm_weight, proj_weight, eps, out_weight, out_eps, keep: bool):
     """-> mixed [..., d], its norm (None without `out_weight`), scores and 1/rms [..., n] float32 (None unless `keep`).
 
-    The sources are contiguous.
+    The sources are contiguous and lie at multiples of 16 bytes.
     """
     shape, count, width = sources[0].shape, len(sources), sources[0].shape[-1]
     rows = sources[0].numel() // width
@@ -122,9 +143,9 @@ def forward(sources, norm_weight, proj_weight, eps, out_weight, out_eps, keep: b
     scores = inverse_rms = None
     if keep:
         scores, inverse_rms = torch.empty(2, *shape[:-1], count, device=mixed.device, dtype=torch.float32)
-    mix_kernel[(rows,)](
-        tuple(sources), norm_weight, proj_weight, out_weight, mixed, out, scores, inverse_rms, eps, out_eps,
-        count, width, triton.next_power_of_2(width), out_weight is not None, keep, tools.USE_PTX,
+    mix_kernel[(min(rows, 2 * tools.multiprocessors(mixed.device)),)](
+        tuple(sources), norm_weight, proj_weight, out_weight, mixed, out, scores, inverse_rms, rows, eps, out_eps,
+        count, width, triton.next_power_of_2(width), out_weight is not None, keep, tools.USE_PTX, _stages(mixed),
         num_warps=_warps(width),
     )  # fmt: skip
     return mixed, out, scores, inverse_rms
@@ -134,17 +155,17 @@ def backward(sources, norm_weight, proj_weight, out_weight, out_eps, mixed, scor
     """-> gradients of the sources (a list), of norm_weight, proj_weight and out_weight (None without)."""
     width = mixed.shape[-1]
     rows = mixed.numel() // width
-    grads = [torch.empty_like(source) for source in sources]
+    grads = mixed.new_empty(len(sources), *mixed.shape)
     programs = min(rows, 2 * tools.multiprocessors(mixed.device))
     d_query = torch.empty(programs, width, device=mixed.device, dtype=torch.float32)
     d_weight = None if d_out is None else torch.empty_like(d_query)
     mix_backward_kernel[(programs,)](
-        tuple(sources), tuple(grads), norm_weight, proj_weight, out_weight, mixed, d_mixed, d_out, scores, inverse_rms,
+        tuple(sources), grads, norm_weight, proj_weight, out_weight, mixed, d_mixed, d_out, scores, inverse_rms,
         d_query, d_weight, rows, out_eps,
         len(sources), width, triton.next_power_of_2(width), d_mixed is not None, d_out is not None, tools.USE_PTX,
-        num_warps=_warps(width),
+        _stages(mixed), num_warps=_warps(width),
     )  # fmt: skip
     d_query = d_query.sum(0)
     d_norm = (d_query * proj_weight.float().view(-1)).to(norm_weight.dtype)
     d_proj = (d_query * norm_weight.float()).view_as(proj_weight).to(proj_weight.dtype)
-    return grads, d_norm, d_proj, None if d_weight is None else d_weight.sum(0).to(out_weight.dtype)
+    return grads.unbind(0), d_norm, d_proj, None if d_weight is None else d_weight.sum(0).to(out_weight.dtype)
