@@ -333,6 +333,14 @@ def glu(config: KimiK3TextConfig, gate: torch.Tensor, up: torch.Tensor) -> torch
     return situ.swiglu(gate, up)
 
 
+def fused_experts(config: KimiK3TextConfig, *arguments) -> torch.Tensor | None:
+    """`kernels.experts.fused_experts` with the gated activation that the config names."""
+    betas = None, None
+    if config.hidden_act == "situ":
+        betas = config.activation_situ_beta, config.activation_situ_linear_beta
+    return experts_op.fused_experts(*arguments, *betas)
+
+
 class KimiK3MLP(nn.Module):
     """Dense gated MLP: the layers before the first MoE layer, and the shared experts as one wide MLP."""
 
@@ -400,9 +408,14 @@ class KimiK3Experts(nn.Module):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """[T, D] -> [T, D] float32, combined with the float32 routing weights.
 
-        Compiled, transformers' grouped matrix product takes over: the reference counts tokens on the host.
+        The Triton kernels where they run; where they do not, transformers' grouped matrix product for graphs and for
+        training on a GPU, because the reference counts tokens on the host.
         """
-        if torch.compiler.is_compiling():
+        weights = self.gate_up_proj, self.down_proj
+        out = fused_experts(self.config, hidden_states, top_k_index, top_k_weights, *weights, None)
+        if out is not None:
+            return out
+        if torch.compiler.is_compiling() or experts_op.groups_on_device(hidden_states, *weights):
             return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         # unbind once: indexing a parameter for every expert would make a full-size gradient for each of them
         gate_up, down = self.gate_up_proj.unbind(0), self.down_proj.unbind(0)
@@ -433,6 +446,11 @@ class KimiK3PackedExperts(nn.Module):
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """[T, D] -> [T, D] float32. Compiled, the experts of all tokens are decoded at once: meant for few tokens."""
+        weights = self.gate_up_proj_packed, self.down_proj_packed
+        scales = self.gate_up_proj_scale, self.down_proj_scale
+        out = fused_experts(self.config, hidden_states, top_k_index, top_k_weights, *weights, scales)
+        if out is not None:
+            return out
 
         def packed(expert):
             return (
