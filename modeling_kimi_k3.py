@@ -28,6 +28,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from .cache_kimi_k3 import HybridCache
 from .checkpoint_kimi_k3 import load_checked, weight_conversions
 from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
+from .graph_kimi_k3 import CapturedForward, can_capture
 from .layers_kimi_k3 import (
     KimiK3DecoderLayer,
     KimiK3DeltaAttention,
@@ -101,6 +102,15 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         if self.expert_storage == "dequantize":
             return weight_conversions(self.config, "float")
         return weight_conversions(self.config, self.expert_storage)
+
+    def get_compiled_call(self, compile_config):
+        """What `generate` calls for every token on a static cache: on one CUDA GPU a captured graph of the forward.
+
+        `generate(disable_compile=True)` runs the forward as it is, and a `compile_config` asks for torch.compile.
+        """
+        if compile_config is None and can_capture(self):
+            return CapturedForward(self)
+        return super().get_compiled_call(compile_config)
 
     def get_correct_experts_implementation(self, requested_experts):
         # Our own grouped path by default; transformers would pick grouped_mm, which has no packed experts.
@@ -216,7 +226,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
 
 # Saved beside the weights, with the files of `kernels/`.
 CODE_FILES = tuple(
-    f"{part}_kimi_k3.py" for part in ("cache", "checkpoint", "configuration", "layers", "layout", "modeling", "vision")
+    f"{part}_kimi_k3.py"
+    for part in ("cache", "checkpoint", "configuration", "graph", "layers", "layout", "modeling", "vision")
 )
 
 

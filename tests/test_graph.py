@@ -1,0 +1,75 @@
+"""The captured decoding step: what it does where a capture is refused; for real on a GPU."""
+
+import contextlib
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import kimi_k3
+from kimi_k3 import graph_kimi_k3
+
+ON_GPU = torch.cuda.is_available()
+
+
+def load(data_dir, folder="k3_dense_flat", device="cpu"):
+    return AutoModelForCausalLM.from_pretrained(data_dir / folder, dtype=torch.float32).to(device).eval()
+
+
+def test_only_a_model_on_one_device_with_graphs_is_captured(data_dir):
+    model = load(data_dir)
+    assert not graph_kimi_k3.can_capture(model)
+    assert not graph_kimi_k3.can_capture(model.to("meta"))
+
+
+@torch.no_grad()
+def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once(data_dir, monkeypatch, caplog):
+    @contextlib.contextmanager
+    def graph(_):
+        raise RuntimeError("a hook waits for the device")
+        yield
+
+    device = SimpleNamespace(CUDAGraph=object, graph=graph)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    model, ids = load(data_dir), torch.arange(5, 11)[None]
+    step, cache = graph_kimi_k3.CapturedForward(model), kimi_k3.HybridCache(model.config, max_length=8)
+    expected = model(ids).logits
+    with caplog.at_level(logging.WARNING):
+        for t in range(6):
+            logits = step(input_ids=ids[:, t : t + 1], **{kimi_k3.CACHE_ARGUMENT: cache}).logits
+            torch.testing.assert_close(logits[:, 0], expected[:, t], atol=1e-4, rtol=1e-4)
+    assert [record.message for record in caplog.records].count(
+        "the decoding step runs without a CUDA graph: RuntimeError: a hook waits for the device"
+    ) == 1
+
+
+@torch.no_grad()
+def test_a_step_that_returns_more_than_logits_is_not_captured(data_dir, caplog):
+    model = load(data_dir)
+    step, cache = graph_kimi_k3.CapturedForward(model), kimi_k3.HybridCache(model.config, max_length=8)
+    ids = torch.arange(5, 8)[None]
+    for t in range(3):
+        outputs = step(input_ids=ids[:, t : t + 1], output_hidden_states=True, **{kimi_k3.CACHE_ARGUMENT: cache})
+        assert len(outputs.hidden_states) == model.config.num_hidden_layers + 1
+    assert "hidden states" in caplog.text
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("folder", ["k3_dense_flat", "kimi_linear_flat", "k3_tiny_mxfp4"])
+@torch.no_grad()
+def test_generate_on_a_static_cache_replays_a_graph(data_dir, folder, monkeypatch):
+    """Same tokens as the dynamic cache, with padding, and the forward runs in Python a few times only."""
+    model = load(data_dir, folder, "cuda")
+    torch.manual_seed(0)
+    ids = torch.randint(3, model.config.get_text_config().vocab_size, (2, 9), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **options)
+    calls, forward = [], type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, *a, **k: calls.append(1) or forward(self, *a, **k))
+    got = model.generate(ids, cache_implementation="static", **options)
+    assert torch.equal(got, expected)
+    assert len(calls) == 3  # the prompt, the first step, the captured one
