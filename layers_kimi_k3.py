@@ -15,6 +15,8 @@ from .kernels/kda_backward_triton import
 from .kernels/kda_chunk_triton import
 from .kernels/kda_step import
 from .kernels/kda_step_triton import
+from .kernels/mla_decode import
+from .kernels/mla_decode_triton import
 from .kernels/mxfp4 import
 from .kernels/norms import
 from .kernels/short_conv import
@@ -45,8 +47,8 @@ def _kernel(name):
     return importlib.import_module(f".kernels.{name}", __package__)
 
 
-attn_res, experts_op, kda, kda_step, mxfp4, norms, short_conv, situ = map(
-    _kernel, ("attn_res", "experts", "kda", "kda_step", "mxfp4", "norms", "short_conv", "situ")
+attn_res, experts_op, kda, kda_step, mla_decode, mxfp4, norms, short_conv, situ = map(
+    _kernel, ("attn_res", "experts", "kda", "kda_step", "mla_decode", "mxfp4", "norms", "short_conv", "situ")
 )
 
 # The latent norms of MLA keep the default of the official module, not `rms_norm_eps` (docs/design.md, disputed facts).
@@ -248,11 +250,13 @@ class KimiK3MLAttention(nn.Module):
         query = query.view(batch, length, self.num_heads, self.qk_dim).transpose(1, 2)
         latent, k_pe = self.kv_a_proj_with_mqa(hidden_states).split([self.kv_rank, self.rope_dim], dim=-1)
         latents = torch.cat([self.kv_a_layernorm(latent), k_pe], dim=-1)
+        held = None
         if cache is not None:
             latents = cache.layers[self.layer_idx].append(latents)
+            held = cache.layers[self.layer_idx].get_seq_length()
 
         if self._absorbing_is_cheaper(length, latents.shape[1]):
-            out, weights = self._absorbed(query, latents, attention_mask, **kwargs)
+            out, weights = self._absorbed(query, latents, attention_mask, need_weights, held)
         else:
             out, weights = self._expanded(query, latents, attention_mask, need_weights, **kwargs)
         out = out.reshape(batch, length, -1)
@@ -287,11 +291,29 @@ class KimiK3MLAttention(nn.Module):
         out, weights = attention(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return out[..., : self.v_dim] if padding > 0 else out, weights
 
-    def _absorbed(self, query, latents, attention_mask, **kwargs):
-        """Heads become rows of one query against the latents: [B, 1, T * H, kv_rank + rope]."""
+    def _absorbed(self, query, latents, attention_mask, need_weights, held):
+        """Heads become rows of one query against the latents: [B, 1, T * H, kv_rank + rope].
+
+        A few tokens on a GPU run as a kernel; a static cache's count `held` tells it where the filled part ends.
+        """
         batch, heads, length, _ = query.shape
         w_uk, w_uv = self.kv_b_proj.weight.view(heads, -1, self.kv_rank).split([self.nope_dim, self.v_dim], dim=1)
         query_nope, query_pe = query.split([self.nope_dim, self.rope_dim], dim=-1)
+        if not need_weights and mla_decode.is_fused(query, latents, self.rope_dim):
+            if isinstance(attention_mask, BlockMask):
+                attention_mask = self._explicit_mask(attention_mask, query, latents.shape[1])
+            # Per head, rows and tokens as the rows of one product: views throughout, no weight is copied.
+            absorbed = torch.bmm(query_nope.transpose(0, 1).reshape(heads, batch * length, -1), w_uk)
+            out = mla_decode.mla_decode(
+                absorbed.view(heads, batch, length, -1).permute(1, 2, 0, 3),
+                query_pe.transpose(1, 2),
+                latents,
+                self.scaling,
+                attention_mask,
+                held if isinstance(held, torch.Tensor) else None,
+            )
+            out = torch.bmm(out.permute(2, 0, 1, 3).reshape(heads, batch * length, -1), w_uv.transpose(1, 2))
+            return out.view(heads, batch, length, -1).permute(1, 2, 0, 3), None
         rows = torch.cat([query_nope @ w_uk, query_pe], dim=-1).transpose(1, 2).reshape(batch, 1, length * heads, -1)
         mask = self._explicit_mask(attention_mask, query, latents.shape[1])
         if mask is not None and length > 1:

@@ -45,6 +45,15 @@ def multiprocessors(device: torch.device) -> int:
     return getattr(torch.get_device_module(device).get_device_properties(device), "multi_processor_count", 64)
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have."""
+    if device.type == "cpu":  # the interpreter
+        return 2**20
+    index = torch.get_device_module(device).current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+
+
 def block(size: int) -> int:
     """Smallest power of two that holds `size` and that a tensor core product accepts."""
     return max(16, triton.next_power_of_2(size))

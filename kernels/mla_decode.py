@@ -1,0 +1,96 @@
+"""Multi-head latent attention of a few new tokens over the latent cache, in the absorbed form (torch reference).
+
+`kv_b_proj` is folded into the queries before and into the output after (Kimi K3 report; DeepSeek-V2, arXiv 2405.04434),
+so that all heads attend to the one latent of a token, whose first R columns are its value as well:
+
+    s_j = scale (<q, c_j> + <q_rope, k_rope_j>);   out = sum_j softmax(s)_j c_j
+
+The keys of a decoding step are the whole context and its queries a few rows, so the latents' bytes are what it costs.
+"""
+
+import torch
+
+from . import dispatch
+
+# New tokens of one call: a step, or the draft of a speculative one.
+MAX_TOKENS = 16
+# The widest latent and rope part whose tiles fit the shared memory and the registers of one program.
+MAX_RANK, MAX_RANK_FLOAT32, MAX_ROPE = 512, 128, 64
+
+
+def is_fused(query: torch.Tensor, latents: torch.Tensor, rope_dim: int) -> bool:
+    """Whether `mla_decode` runs as Triton kernels.
+
+    Args:
+        query: [B, H, T, size], of any size: its heads, tokens, dtype and device count.
+        latents: [B, S, R + rope_dim].
+    """
+    rank = latents.shape[-1] - rope_dim
+    return (
+        0 < query.shape[2] <= MAX_TOKENS
+        and query.numel() > 0
+        and query.dtype == latents.dtype
+        and rank <= (MAX_RANK_FLOAT32 if query.dtype == torch.float32 else MAX_RANK)
+        and rope_dim <= MAX_ROPE
+        and not dispatch.needs_grad(query, latents)
+        and dispatch.triton_refusal(query, latents) is None
+    )
+
+
+def mla_decode(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    latents: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend to the latents with absorbed queries.
+
+    Args:
+        query: [B, T, H, R], any strides that keep a head's columns side by side.
+        query_rope: [B, T, H, P] the same, P may be 0.
+        latents: [B, S, R + P], the new tokens' included.
+        scale: of the scores (`qk_head_dim ** -0.5`, not a power of R + P).
+        mask: [B or 1, 1, T or 1, S], True for a visible key, or a number to add to its score, of which the dtype's
+            lowest hides it. Or [B, S], 0 for a hidden key, or None: beside these causality is understood, the last T
+            keys being those of the new tokens.
+        lengths: [B] or [] integers on the device, keys of each row that count; those behind are not read. None: S.
+
+    Returns:
+        [B, T, H, R] in the dtype of the query; zeros for a query that sees no key. Scores, softmax and sums are
+        float32; the Triton kernels round the softmax's numerators to the latents' dtype before they weigh them.
+    """
+    if is_fused(query.transpose(1, 2), latents, query_rope.shape[-1]):
+        out = dispatch.run_kernels(_run, query, query_rope, latents, scale, mask, lengths)
+        if out is not None:
+            return out
+    return _composed(query, query_rope, latents, scale, mask, lengths)
+
+
+def _composed(query, query_rope, latents, scale, mask, lengths):
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    batch, tokens, _, rank = query.shape
+    place = torch.arange(latents.shape[1], device=latents.device)
+    ends = torch.as_tensor(len(place) if lengths is None else lengths, device=place.device).expand(batch)
+    seen = (place < ends[:, None])[:, None]  # [B, 1 or T, S]
+    if mask is None or mask.dim() == 2:
+        new = torch.arange(tokens, device=place.device)
+        seen = seen & (place <= ends[:, None, None] - tokens + new[:, None])
+        mask = None if mask is None else mask.bool()[:, None, None]
+    latents = latents.to(dtype).masked_fill(place[:, None] >= ends[:, None, None], 0.0)
+    rows = torch.cat([query, query_rope], dim=-1).to(dtype).flatten(1, 2)
+    scores = (rows @ latents.transpose(1, 2)).unflatten(1, (tokens, -1)) * scale  # [B, T, H, S]
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & mask[:, 0]
+    elif mask is not None:
+        seen = seen & (mask[:, 0] > torch.finfo(mask.dtype).min)
+        scores = scores + mask[:, 0, :, None].to(dtype)
+    weights = scores.masked_fill(~seen[:, :, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+    return (weights.flatten(1, 2) @ latents[..., :rank]).unflatten(1, (tokens, -1)).to(query.dtype)
+
+
+def _run(*arguments):
+    from . import mla_decode_triton
+
+    return mla_decode_triton.run(*arguments)
