@@ -1,11 +1,11 @@
-"""The mix over depth and the routed experts on a GPU beside public implementations, and the bytes that must move.
+"""The mix over depth, the routed experts and MLA decoding on a GPU beside public implementations, and the bytes that must move.
 
     python benchmarks/layers.py [--only attnres] [--no-peer] [--out benchmarks/results/layers.jsonl]
 
 Kimi K3's sizes in bfloat16: hidden width 7168 with the output norm fused; experts 3584 x 3072 with SiTU, 112 of them as
 on one of eight devices, rows spread at random. The peer of the mix is flash-linear-attention's, that of the experts
-torch's grouped matrix product on bfloat16 weights (both products, without the activation between). Medians of CUDA
-events; a short mix is replayed from a CUDA graph. The roofline is the bytes that must move over the copy bandwidth
+torch's grouped matrix product on bfloat16 weights (both products, without the activation between), that of MLA the
+torch path of this package. Medians of CUDA events; a short mix and MLA are replayed from a CUDA graph. The roofline is the bytes that must move over the copy bandwidth
 measured in the same run, and for the experts at least the operations over the rate of a large matrix product.
 """
 
@@ -19,11 +19,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from kda import copy_bytes_per_ms, facts, median_ms, replay_ms
 
-from kimi_k3.kernels import attn_res, experts, mxfp4
+from kimi_k3.kernels import attn_res, experts, mla_decode, mxfp4
+from kimi_k3.layers_kimi_k3 import eager_attention_forward
 
 RESULTS = Path(__file__).parent / "results" / "layers.jsonl"
 WIDTH, SOURCES = 7168, 9
 EXPERTS, LATENT, INNER = 112, 3584, 3072
+HEADS, RANK, ROPE, SCALE = 96, 512, 64, 192**-0.5
 
 
 def random(*shape, dtype=torch.bfloat16, factor=1.0):
@@ -98,6 +100,29 @@ def expert_cases(with_peer, bandwidth, flops):
         yield f"experts mxfp4 E={EXPERTS} rows={rows}", ours, peer, "torch grouped_mm bf16", least
 
 
+def mla_cases(with_peer, bandwidth, flops):
+    """One step over the latents of all earlier tokens, from the absorbed query to the sum of latents."""
+    module = torch.nn.Module().eval()
+    for batch, keys in ((1, 131072), (16, 1024)):
+        query, rope = random(batch, 1, HEADS, RANK), random(batch, 1, HEADS, ROPE)
+        caches = [random(batch, keys, RANK + ROPE) for _ in range(max(2, 2**18 // (batch * keys)))]
+
+        def ours(latents, query=query, rope=rope):
+            return mla_decode.mla_decode(query, rope, latents, SCALE)
+
+        def peer(latents, query=query, rope=rope):
+            rows, latents = torch.cat([query, rope], dim=-1), latents[:, None]
+            return eager_attention_forward(module, rows, latents, latents[..., :RANK], None, SCALE)[0]
+
+        least = max(batch * keys * (RANK + ROPE) * 2 / bandwidth, 2 * batch * keys * HEADS * (2 * RANK + ROPE) / flops)
+        with torch.no_grad():
+            times = [
+                replay_ms([lambda c=c, run=run: run(c) for c in caches]) if run else None
+                for run in (ours, peer if with_peer else None)
+            ]
+        yield f"mla decode H={HEADS} B={batch} T={keys}", *times, "torch path", least
+
+
 def flops_per_ms() -> float:
     a, b = random(8192, 8192), random(8192, 8192)
     return 2 * 8192**3 / median_ms(lambda: a @ b)
@@ -105,7 +130,7 @@ def flops_per_ms() -> float:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["attnres", "experts"])
+    parser.add_argument("--only", choices=["attnres", "experts", "mla"])
     parser.add_argument("--no-peer", action="store_true", help="time this package alone")
     parser.add_argument("--out", type=Path, default=RESULTS, help="lines are appended to this file")
     args = parser.parse_args()
@@ -116,7 +141,7 @@ def main():
     shared = {**facts(), "copy_tb_per_s": round(bandwidth / 1e9, 2), "matmul_tflop_per_s": round(flops / 1e9)}
     print(json.dumps(shared))
     args.out.parent.mkdir(exist_ok=True)
-    for name, cases in {"attnres": attnres_cases, "experts": expert_cases}.items():
+    for name, cases in {"attnres": attnres_cases, "experts": expert_cases, "mla": mla_cases}.items():
         if args.only in (None, name):
             for case, ours, peer, whose, least in cases(not args.no_peer, bandwidth, flops):
                 line = {"case": case, "ours_ms": round(ours, 4), "peer": whose, "peer_ms": peer and round(peer, 4),

@@ -79,8 +79,9 @@ def decode_kernel(
                 m_at = mask + t[:, None] * token_m + (start + n)[None, :]
                 b_m = tl.load(m_at, mask=in_r & inside[None, :], other=0)
             if mask.dtype.element_ty.is_floating():
-                seen = seen & (b_m > lowest)
-                s += tl.where(seen, b_m.to(tl.float32), 0.0) * LOG2E
+                bias = b_m.to(tl.float32)
+                seen = seen & (bias > lowest)
+                s += tl.where(seen, bias, 0.0) * LOG2E
             else:
                 seen = seen & (b_m != 0)
         s = tl.where(seen, s, -float("inf"))

@@ -11,22 +11,24 @@ pytest.importorskip("triton")
 # In a process of its own, where Triton is not in its interpreter.
 COMPILE = """
 import sys
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kimi_k3.kernels import (
-    attn_res_triton, experts_triton, kda_backward_triton, kda_chunk_triton, kda_step_triton, short_conv_triton,
+    attn_res_triton, experts_triton, kda_backward_triton, kda_chunk_triton, kda_step_triton, mla_decode_triton,
+    short_conv_triton,
 )
 
 backend, architecture, warp = sys.argv[1], sys.argv[2], int(sys.argv[3])
 # Types of the arguments that are not *bf16, the type of most.
 FLOAT32 = dict.fromkeys(
     "A_log dt_bias decay decay_out dA_log ddt_bias state new_state norm_weight q_weight k_weight v_weight h0 ht dht "
-    "dh0 transition offset dweight scores inverse_rms d_query d_out_weight routing y".split(), "*fp32")
-NUMBERS = dict.fromkeys("scale lower_bound eps norm_eps out_eps linear_beta".split(), "fp32")
-COUNTS = dict.fromkeys("T P tokens segment_steps rows".split(), "i32")
-PLANS = dict.fromkeys("order tiles".split(), "*i32") | dict(expert_ids="*i64", count="i32")
+    "dh0 transition offset dweight scores inverse_rms d_query d_out_weight routing y part log2_sum".split(), "*fp32")
+NUMBERS = dict.fromkeys("scale lower_bound eps norm_eps out_eps linear_beta lowest".split(), "fp32")
+COUNTS = dict.fromkeys("T P tokens segment_steps rows keys splits count".split(), "i32")
+PLANS = dict.fromkeys("order tiles".split(), "*i32") | dict.fromkeys("expert_ids lengths".split(), "*i64")
 TYPES = {**FLOAT32, **NUMBERS, **COUNTS, **PLANS}
 COMMON = dict(
     H=4, K=128, V=128, BK=128, BV=128, C=32, BS=32, DT=tl.bfloat16, IT=tl.float16, W=4, BT=32, BP=128, VARLEN=False,
@@ -40,6 +42,12 @@ EXPERTS = dict(
 )
 MANY = dict(EXPERTS, BM=64, BW=8, PARTS=3, STAGES=1)
 BYTES = dict(weight="*i32", scale="*u8", beta="fp32")
+# Kimi K3's latents, with the tiles that a GPU of this kind gets; a mask a row, and one a token of a draft.
+SHARED = 232448 if architecture == "90" else 65536 if backend == "hip" else 101376
+BM, BN, MLA_WARPS, MLA_STAGES = mla_decode_triton.tiles(torch.bfloat16, 512, SHARED)
+MLA = dict(H=96, R=512, P=64, BR=512, BP=64, BM=BM, BN=BN, CAUSAL=True, STAGES=MLA_STAGES, BRANCH=BM == 64,
+           ONE_MASK=True, PRECISION="ieee")
+MERGE = dict(H=96, R=512, BC=128, BS=64)
 CASES = [
     (kda_chunk_triton.prepare_kernel, 2, dict(residual=None), {}),
     (kda_chunk_triton.prepare_kernel, 2, dict(residual=None, BOUNDED=False, NARROW=False), {}),
@@ -60,6 +68,9 @@ CASES = [
     (experts_triton.gate_up_kernel, 4, EXPERTS, dict(beta="fp32")),
     (experts_triton.down_kernel, 4, EXPERTS, {}),
     (experts_triton.plan_kernel, 1, EXPERTS, {}),
+    (mla_decode_triton.decode_kernel, MLA_WARPS, MLA, dict(mask="*i1")),
+    (mla_decode_triton.decode_kernel, MLA_WARPS, dict(MLA, ONE_MASK=False, CAUSAL=False), {}),
+    (mla_decode_triton.merge_kernel, 4, MERGE, {}),
 ]
 for kernel, warps, options, types in CASES:
     constants = {name: value for name, value in {**COMMON, **options}.items()
@@ -67,7 +78,7 @@ for kernel, warps, options, types in CASES:
     signature = {}
     for name in kernel.arg_names:
         kind = {**TYPES, **types}.get(name, "*bf16")
-        if name.startswith(("stride_", "batch_")):
+        if name.startswith(("stride_", "batch_", "token_", "head_", "key_")):
             kind = "i32"
         if name == "sources":
             kind = ("*bf16",) * constants["N"]
@@ -76,11 +87,13 @@ for kernel, warps, options, types in CASES:
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
                if str(signature[name]).startswith("*") or name.startswith("stride_")}
     target = GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, warp)
+    is_mla = kernel is mla_decode_triton.decode_kernel
     compiled = triton.compile(ASTSource(kernel, signature, places, aligned), target=target,
-                              options={"num_warps": warps, "num_stages": 1})
+                              options={"num_warps": warps, "num_stages": MLA_STAGES if is_mla else 1})
     print(kernel.__name__, compiled.metadata.shared)
-    # What a multiprocessor of the smallest of these GPUs can give one program.
-    assert compiled.metadata.shared <= (65536 if backend == "hip" else 101376), kernel.__name__
+    # What a multiprocessor of the smallest of these GPUs can give one program; that one asks how much there is.
+    room = SHARED if is_mla else 65536 if backend == "hip" else 101376
+    assert compiled.metadata.shared <= room, kernel.__name__
 """
 
 
@@ -92,4 +105,4 @@ def test_every_kernel_compiles(target):
         [sys.executable, "-P", "-c", COMPILE, *target], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 19
+    assert len(done.stdout.splitlines()) == 22
