@@ -1,12 +1,13 @@
-"""The mix over depth, the routed experts and MLA decoding on a GPU beside public implementations, and the bytes that must move.
+"""The mix over depth, the experts and MLA decoding on a GPU beside public code, and the bytes that must move.
 
     python benchmarks/layers.py [--only attnres] [--no-peer] [--out benchmarks/results/layers.jsonl]
 
 Kimi K3's sizes in bfloat16: hidden width 7168 with the output norm fused; experts 3584 x 3072 with SiTU, 112 of them as
-on one of eight devices, rows spread at random. The peer of the mix is flash-linear-attention's, that of the experts
-torch's grouped matrix product on bfloat16 weights (both products, without the activation between), that of MLA the
-torch path of this package. Medians of CUDA events; a short mix and MLA are replayed from a CUDA graph. The roofline is the bytes that must move over the copy bandwidth
-measured in the same run, and for the experts at least the operations over the rate of a large matrix product.
+on one of eight devices, rows spread at random; latents 512 + 64 wide for 96 heads. The peer of the mix is
+flash-linear-attention's, that of the experts torch's grouped matrix product on bfloat16 weights (both products, without
+the activation between), that of MLA the torch path of this package. Medians of CUDA events; a short mix and MLA are
+replayed from a CUDA graph. The roofline is the bytes that must move over the copy bandwidth measured in the same run,
+and for experts and MLA at least the operations over the rate of a large matrix product.
 """
 
 import argparse

@@ -29,6 +29,7 @@ FLOAT32 = dict.fromkeys(
 NUMBERS = dict.fromkeys("scale lower_bound eps norm_eps out_eps linear_beta lowest".split(), "fp32")
 COUNTS = dict.fromkeys("T P tokens segment_steps rows keys splits count".split(), "i32")
 PLANS = dict.fromkeys("order tiles".split(), "*i32") | dict.fromkeys("expert_ids lengths".split(), "*i64")
+STRIDES = "stride_", "batch_", "token_", "head_", "key_"
 TYPES = {**FLOAT32, **NUMBERS, **COUNTS, **PLANS}
 COMMON = dict(
     H=4, K=128, V=128, BK=128, BV=128, C=32, BS=32, DT=tl.bfloat16, IT=tl.float16, W=4, BT=32, BP=128, VARLEN=False,
@@ -78,14 +79,14 @@ for kernel, warps, options, types in CASES:
     signature = {}
     for name in kernel.arg_names:
         kind = {**TYPES, **types}.get(name, "*bf16")
-        if name.startswith(("stride_", "batch_", "token_", "head_", "key_")):
+        if name.startswith(STRIDES):
             kind = "i32"
         if name == "sources":
             kind = ("*bf16",) * constants["N"]
         signature[name] = "constexpr" if name in constants else kind
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
-               if str(signature[name]).startswith("*") or name.startswith("stride_")}
+               if str(signature[name]).startswith("*") or name.startswith(STRIDES)}
     target = GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, warp)
     is_mla = kernel is mla_decode_triton.decode_kernel
     compiled = triton.compile(ASTSource(kernel, signature, places, aligned), target=target,
