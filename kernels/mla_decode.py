@@ -61,7 +61,7 @@ def mla_decode(
         [B, T, H, R] in the dtype of the query; zeros for a query that sees no key. Scores, softmax and sums are
         float32; the Triton kernels round the softmax's numerators to the latents' dtype before they weigh them.
     """
-    if is_fused(query.transpose(1, 2), latents, query_rope.shape[-1]):
+    if is_fused(query.transpose(1, 2), latents, query_rope.shape[-1]) and not dispatch.needs_grad(query_rope):
         out = dispatch.run_kernels(_run, query, query_rope, latents, scale, mask, lengths)
         if out is not None:
             return out
