@@ -16,6 +16,9 @@ import torch.nn.functional as F
 
 from . import dispatch
 
+# Pairs of token and expert that the Triton kernels take at once: bounds what lies between the two products.
+MOST_PAIRS = 2**18
+
 
 def grouped_experts(
     x: torch.Tensor,
@@ -109,9 +112,17 @@ def fused_experts(
     floating = (x, expert_weights) if scales is not None else (x, expert_weights, gate_up, down)
     if dispatch.triton_refusal(*floating) is not None or dispatch.needs_grad(*floating) or x.shape[0] == 0:
         return None
-    return dispatch.run_kernels(
-        _run, x, expert_ids, expert_weights, gate_up, down, *(scales or (None, None)), beta, linear_beta
-    )
+    if gate_up.device != x.device:  # offloaded bytes
+        return None
+    tokens = max(1, MOST_PAIRS // expert_ids.shape[1])
+    weights = gate_up, down, *(scales or (None, None)), beta, linear_beta
+    parts = [
+        dispatch.run_kernels(_run, *part, *weights)
+        for part in zip(x.split(tokens), expert_ids.split(tokens), expert_weights.split(tokens), strict=True)
+    ]
+    if any(part is None for part in parts):
+        return None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def groups_on_device(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:

@@ -15,8 +15,7 @@ import torch
 from . import triton_tools as tools
 
 triton, tl = tools.triton, tools.tl
-exp2, reciprocal, sigmoid = tools.exp2, tools.reciprocal, tools.sigmoid
-LOG2E = tools.LOG2E
+sigmoid, tanh = tools.sigmoid, tools.tanh
 # 2^126: a code's exponent and mantissa bits, in the place of a float's, are the value times 2^-126.
 CODE_SCALE = tl.constexpr(8.507059173023462e37)
 
@@ -136,11 +135,6 @@ def add_planes(total, weights, x):
 
 
 @triton.jit
-def tanh(x, PTX: tl.constexpr):
-    return 2.0 * sigmoid(2.0 * x, PTX) - 1.0
-
-
-@triton.jit
 def plan_kernel(expert_ids, order, tiles, PAIRS: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, COUNT: tl.constexpr):
     """`plan` for few pairs in one program, by comparing every pair with every other."""
     p = tl.arange(0, P)
@@ -173,6 +167,45 @@ def plan_kernel(expert_ids, order, tiles, PAIRS: tl.constexpr, P: tl.constexpr, 
     used = tl.sum((end > 0).to(tl.int32), axis=0)
     for first in range(0, COUNT, P):
         tl.store(tiles + first + p, -1, mask=(first + p >= used) & (first + p < COUNT))
+
+
+@triton.jit
+def rank_kernel(expert_ids, counts, ranks, pairs, P: tl.constexpr):
+    """Pairs of every expert, and for every pair how many of its expert came before it, in no fixed order.
+
+    What a tile makes of a pair does not depend on its place, so the result is the same in every order.
+    """
+    p = tl.program_id(0) * P + tl.arange(0, P)
+    expert = tl.load(expert_ids + p, mask=p < pairs, other=0)
+    tl.store(ranks + p, tl.atomic_add(counts + expert, 1, mask=p < pairs), mask=p < pairs)
+
+
+@triton.jit
+def tiles_kernel(counts, tiles, EXPERTS: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, COUNT: tl.constexpr):
+    """The tiles of all experts; `counts` become the place of every expert's first pair."""
+    e = tl.arange(0, E)
+    pairs = tl.load(counts + e, mask=e < EXPERTS, other=0)
+    own = (pairs + BM - 1) // BM
+    first = tl.cumsum(pairs, axis=0) - pairs
+    tile = tl.cumsum(own, axis=0) - own
+    tl.debug_barrier()
+    tl.store(counts + e, first, mask=e < EXPERTS)
+    for nth in range(tl.max(own, axis=0)):
+        here = nth < own
+        tl.store(tiles + tile + nth, e, mask=here)
+        tl.store(tiles + COUNT + tile + nth, first + nth * BM, mask=here)
+        tl.store(tiles + 2 * COUNT + tile + nth, first + tl.minimum(nth * BM + BM, pairs), mask=here)
+    used = tl.sum(own, axis=0)
+    for start in range(used, COUNT, E):
+        tl.store(tiles + start + e, -1, mask=start + e < COUNT)
+
+
+@triton.jit
+def place_kernel(expert_ids, counts, ranks, order, pairs, P: tl.constexpr):
+    p = tl.program_id(0) * P + tl.arange(0, P)
+    expert = tl.load(expert_ids + p, mask=p < pairs, other=0)
+    place = tl.load(counts + expert) + tl.load(ranks + p, mask=p < pairs, other=0)
+    tl.store(order + place, p, mask=p < pairs)
 
 
 @triton.jit
@@ -370,7 +403,7 @@ def plan(expert_ids, experts: int, block_m: int):
         block_m: pairs a tile.
 
     Returns:
-        order [P] pairs sorted by expert; tiles [3, n] expert (-1: no tile), first and end of its places in `order`.
+        order [>= P] pairs grouped by expert; tiles [3, n] expert (-1: no tile), first and end of its places in `order`.
     """
     pairs, device = len(expert_ids), expert_ids.device
     # There are at most so many, whatever the routing.
@@ -381,16 +414,14 @@ def plan(expert_ids, experts: int, block_m: int):
         block = max(16, triton.next_power_of_2(pairs))
         plan_kernel[(1,)](expert_ids, order, tiles, pairs, block, block_m, count, num_warps=max(1, block // 64))
         return order, tiles
-    sorted_ids, order = torch.sort(expert_ids, stable=True)
-    offsets = torch.searchsorted(sorted_ids, torch.arange(experts + 1, device=device))
-    counts = (offsets.diff() + block_m - 1) // block_m
-    ends = counts.cumsum(0)
-    ids = torch.arange(count, device=device)
-    expert = torch.searchsorted(ends, ids, right=True).clamp_max(experts - 1)
-    first = offsets[expert] + (ids - ends[expert] + counts[expert]) * block_m
-    end = torch.minimum(first + block_m, offsets[expert + 1])
-    tiles = torch.stack([torch.where(ids < ends[-1], expert, -1), first, end])
-    return order.int(), tiles.int()
+    counts = torch.zeros(experts + 1, device=device, dtype=torch.int32)
+    ranks, order = torch.empty(2, pairs, device=device, dtype=torch.int32)
+    tiles = torch.empty(3, count, device=device, dtype=torch.int32)
+    grid = (triton.cdiv(pairs, 1024),)
+    rank_kernel[grid](expert_ids, counts, ranks, pairs, 1024, num_warps=4)
+    tiles_kernel[(1,)](counts, tiles, experts, triton.next_power_of_2(experts), block_m, count, num_warps=4)
+    place_kernel[grid](expert_ids, counts, ranks, order, pairs, 1024, num_warps=4)
+    return order, tiles
 
 
 def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale, beta, linear_beta):

@@ -1,0 +1,85 @@
+"""The PTX inside a Triton kernel, run by a few lines of Python: Triton's interpreter does not know it."""
+
+import operator
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kimi_k3.kernels import mxfp4
+
+pytest.importorskip("triton")
+
+WORD, ALL = 0xFFFFFFFF, range(32)
+
+
+def bfloat16(bits):
+    return torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def bits_of(x):
+    return x.view(torch.int16).item() & 0xFFFF
+
+
+def lop3(a, b, c, table):
+    return sum((table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | c >> i & 1) & 1) << i for i in ALL)
+
+
+def fma(a, b, c):
+    """Two bfloat16 halves; the product is exact in float64, and a sum with -0 keeps the product's sign."""
+    result = 0
+    for shift in (0, 16):
+        x, y, z = (bfloat16(value >> shift & 0xFFFF).double() for value in (a, b, c))
+        assert z == 0 and torch.signbit(z)
+        result |= bits_of((x * y).to(torch.bfloat16)) << shift
+    return result
+
+
+OPERATIONS = {
+    "mov.b32": lambda a: a, "mul.lo.u32": operator.mul, "add.u32": operator.add, "and.b32": operator.and_,
+    "or.b32": operator.or_, "shl.b32": operator.lshift, "shr.u32": operator.rshift, "lop3.b32": lop3,
+    "fma.rn.bf16x2": fma,
+}  # fmt: skip
+
+
+def run(text, **registers):
+    """Execute straight-line PTX; the halves that `mov.b32 {$i, $j}` takes apart are the results."""
+    registers = {f"${name[1:]}": value for name, value in registers.items()}
+    results, true = {}, {}
+    for line in filter(None, (line.strip().rstrip(";") for line in text.splitlines())):
+        if line in "{}" or line.startswith(".reg"):
+            continue
+        if guard := re.match(r"@(\w+) (.*)", line):
+            if not true[guard[1]]:
+                continue
+            line = guard[2]
+        name, rest = line.split(None, 1)
+        if unpack := re.match(r"\{\$(\d+), \$(\d+)\}, (\w+)", rest):
+            results[int(unpack[1])], results[int(unpack[2])] = registers[unpack[3]] & 0xFFFF, registers[unpack[3]] >> 16
+            continue
+        target, *sources = rest.split(", ")
+        values = [registers[s] if s in registers else int(s, 0) for s in sources]
+        if name == "setp.eq.u32":
+            true[target] = values[0] == values[1]
+        else:
+            registers[target] = OPERATIONS[name](*values) & WORD
+    return [results[i] for i in sorted(results)]
+
+
+@pytest.mark.parametrize("scale", [0, 1, 2, 100, 127, 128, 129, 200, 253, 254, 255])
+def test_words_of_mxfp4_codes(scale):
+    """Fault 84: every code in every place of a word is the value of the specification; scale byte 255 is NaN."""
+    from kimi_k3.kernels import experts_triton
+
+    source = Path(experts_triton.__file__).read_text(encoding="utf-8")
+    text = re.search(r'"""\{(.*?)\}"""', source.partition("def decode_words")[2], re.DOTALL)[1]
+    for shift in range(16):
+        codes = [(shift + 5 * place) % 16 for place in range(8)]
+        packed = torch.tensor([codes[i] | codes[i + 1] << 4 for i in range(0, 8, 2)] * 4, dtype=torch.uint8)
+        expected = mxfp4.dequantize_mxfp4(packed, torch.tensor([scale], dtype=torch.uint8))[:8]
+        word = sum(code << 4 * place for place, code in enumerate(codes))
+        got = run(text, _8=word, _9=scale)
+        for place, bits in zip((0, 4, 1, 5, 2, 6, 3, 7), got, strict=True):
+            value = bfloat16(bits)
+            assert value.isnan() if scale == 255 else bits == bits_of(expected[place]), (codes[place], place)
