@@ -11,7 +11,6 @@ hit) or the operations of the prefill over the rates of a copy and of a large ma
 """
 
 import argparse
-import functools
 import gc
 import importlib.util
 import json
@@ -123,6 +122,14 @@ def weight_bytes(model) -> tuple[float, float]:
     return rest, experts
 
 
+def without_triton(measure, *arguments, **options):
+    dispatch.use_triton = False
+    try:
+        return measure(*arguments, **options)
+    finally:
+        dispatch.use_triton = True
+
+
 def cases(slice_name, config, wanted, with_peer, bandwidth, flops):
     names = [f"{slice_name} {kind}" for kind in ("decode B=1", "decode B=16", "prefill T=2048", "prefill T=8192")]
     if not any(map(wanted, names)):
@@ -136,26 +143,19 @@ def cases(slice_name, config, wanted, with_peer, bandwidth, flops):
     rest, expert = weight_bytes(model)
     experts, top_k = config["num_experts"], config["num_experts_per_token"]
 
-    def of_peer(measure):
-        dispatch.use_triton = False
-        try:
-            return measure(peer)
-        finally:
-            dispatch.use_triton = True
-
     for name in filter(wanted, names):
         number = int(name.split("=")[1])
         extra = {}
         if "decode" in name:
             ours = decode_ms(model, number, captured=True)
-            theirs = of_peer(functools.partial(decode_ms, batch=number, captured=False, steps=8)) if with_peer else None
+            theirs = without_triton(decode_ms, peer, number, captured=False, steps=8) if with_peer else None
             hit = experts * (1 - (1 - top_k / experts) ** number)
             least = (rest + hit * expert) / bandwidth
         else:
             ours, extra["ours_extra_bytes"] = prefill_ms(model, number, 5)
             theirs = None
             if with_peer:
-                theirs, extra["peer_extra_bytes"] = of_peer(functools.partial(prefill_ms, length=number, repeats=3))
+                theirs, extra["peer_extra_bytes"] = without_triton(prefill_ms, peer, number, 3)
             least = number * (rest + top_k * expert - model.lm_head.weight.nbytes) / flops  # 2 bytes, 2 operations
         yield name, ours, theirs, least, extra
     del model, peer
