@@ -1,10 +1,18 @@
-"""RMS norms of the model (torch reference), computed in float32 (float64 for float64)."""
+"""RMS norms of the model (torch reference and dispatch), computed in float32 (float64 for float64)."""
 
 import torch
+
+from . import dispatch
+
+# The widest row that one program of the Triton kernels holds.
+MAX_WIDTH = 16384
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) over the last dimension, rounded to the dtype of x **before** the weight comes in (two roundings)."""
+    out = _fused(x, None, weight, eps, torch.promote_types(x.dtype, weight.dtype))
+    if out is not None:
+        return out
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
@@ -12,6 +20,41 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight * sigmoid(gate) over the last dimension: rounded once, to the dtype of x."""
+    out = _fused(x, gate, weight, eps, x.dtype)
+    if out is not None:
+        return out
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * weight.to(wide.dtype) * torch.sigmoid(gate.to(wide.dtype))).to(x.dtype)
+
+
+def _fused(x, gate, weight, eps, dtype):
+    """Either norm as one Triton kernel; None where that does not run."""
+    tensors = [x, weight] if gate is None else [x, gate, weight]
+    if dispatch.triton_refusal(*tensors) is not None or x.numel() == 0 or x.shape[-1] > MAX_WIDTH:
+        return None
+    run = _Norm.apply if dispatch.needs_grad(*tensors) else _forward
+    return dispatch.run_kernels(run, x, gate, weight, eps, dtype)
+
+
+def _forward(*arguments):
+    from . import norms_triton
+
+    return norms_triton.forward(*arguments)
+
+
+class _Norm(torch.autograd.Function):
+    """The Triton kernels; the roundings of the plain norm have no gradient, as in the reference."""
+
+    @staticmethod
+    def forward(ctx, x, gate, weight, eps, dtype):
+        ctx.eps = eps
+        ctx.save_for_backward(x, gate, weight)
+        return _forward(x, gate, weight, eps, dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out):
+        from . import norms_triton
+
+        return *norms_triton.backward(*ctx.saved_tensors, ctx.eps, d_out.contiguous()), None, None

@@ -1,7 +1,9 @@
-"""Gated activations of the MLPs and experts: SiTU-GLU (Kimi K3) and SwiGLU (Kimi-Linear), torch reference."""
+"""Gated activations of the MLPs and experts: SiTU-GLU (Kimi K3) and SwiGLU (Kimi-Linear), reference and dispatch."""
 
 import torch
 import torch.nn.functional as F
+
+from . import dispatch
 
 
 def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
@@ -13,6 +15,9 @@ def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: flo
     Args:
         gate, up: [..., m], same dtype, which the result has too.
     """
+    out = _fused(gate, up, beta, linear_beta)
+    if out is not None:
+        return out
     dtype = torch.promote_types(gate.dtype, torch.float32)
     a, b = gate.to(dtype), up.to(dtype)
     if linear_beta is not None:
@@ -22,4 +27,34 @@ def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: flo
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """SiLU(gate) * up, [..., m]."""
-    return F.silu(gate) * up
+    out = _fused(gate, up, None, None)
+    return F.silu(gate) * up if out is None else out
+
+
+def _fused(gate, up, beta, linear_beta):
+    """Either activation as one Triton kernel; None where that does not run."""
+    if dispatch.triton_refusal(gate, up) is not None or gate.dtype != up.dtype or gate.numel() == 0:
+        return None
+    run = _Glu.apply if dispatch.needs_grad(gate, up) else _forward
+    return dispatch.run_kernels(run, gate, up, beta, linear_beta)
+
+
+def _forward(*arguments):
+    from . import situ_triton
+
+    return situ_triton.forward(*arguments)
+
+
+class _Glu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, beta, linear_beta):
+        ctx.betas = beta, linear_beta
+        ctx.save_for_backward(gate, up)
+        return _forward(gate, up, beta, linear_beta)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out):
+        from . import situ_triton
+
+        return *situ_triton.backward(*ctx.saved_tensors, *ctx.betas, d_out.contiguous()), None, None

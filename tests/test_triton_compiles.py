@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kimi_k3.kernels import (
     attn_res_triton, experts_triton, kda_backward_triton, kda_chunk_triton, kda_step_triton, mla_decode_triton,
-    short_conv_triton,
+    norms_triton, short_conv_triton, situ_triton,
 )
 
 backend, architecture, warp = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -42,6 +42,7 @@ EXPERTS = dict(
     D=3584, M=3072, TOP_K=16, BM=16, BN=64, BK=64, BW=16, PARTS=1, SITU=True, CAPPED=True, PAIRS=37, P=64, COUNT=5,
 )
 MANY = dict(EXPERTS, BM=64, BW=8, PARTS=3, STAGES=1)
+RANKS = dict.fromkeys("counts ranks".split(), "*i32") | dict(pairs="i32")
 BYTES = dict(weight="*i32", scale="*u8", beta="fp32")
 # Kimi K3's latents, with the tiles that a GPU of this kind gets; a mask a row, and one a token of a draft.
 SHARED = 232448 if architecture == "90" else 65536 if backend == "hip" else 101376
@@ -49,6 +50,8 @@ BM, BN, MLA_WARPS, MLA_STAGES = mla_decode_triton.tiles(torch.bfloat16, 512, SHA
 MLA = dict(H=96, R=512, P=64, BR=512, BP=64, BM=BM, BN=BN, CAUSAL=True, STAGES=MLA_STAGES, BRANCH=BM == 64,
            ONE_MASK=True, PRECISION="ieee")
 MERGE = dict(H=96, R=512, BC=128, BS=64)
+NORMS = dict(D=7168, BD=8192, BR=1)
+GLU, BETA = dict(M=33792, BLOCK=1024, SITU=True, CAPPED=True), dict(beta="fp32")
 CASES = [
     (kda_chunk_triton.prepare_kernel, 2, dict(residual=None), {}),
     (kda_chunk_triton.prepare_kernel, 2, dict(residual=None, BOUNDED=False, NARROW=False), {}),
@@ -69,8 +72,15 @@ CASES = [
     (experts_triton.gate_up_kernel, 4, EXPERTS, dict(beta="fp32")),
     (experts_triton.down_kernel, 4, EXPERTS, {}),
     (experts_triton.plan_kernel, 1, EXPERTS, {}),
+    (experts_triton.rank_kernel, 4, dict(P=1024), RANKS),
+    (experts_triton.tiles_kernel, 4, dict(EXPERTS=896, E=1024, BM=64, COUNT=1000), RANKS),
+    (experts_triton.place_kernel, 4, dict(P=1024), RANKS),
     (mla_decode_triton.decode_kernel, MLA_WARPS, MLA, dict(mask="*i1")),
     (mla_decode_triton.decode_kernel, MLA_WARPS, dict(MLA, ONE_MASK=False, CAUSAL=False), {}),
+    (norms_triton.norm_kernel, 4, dict(NORMS, BR=16, D=128, BD=128, GATED=True), {}),
+    (norms_triton.norm_backward_kernel, 8, dict(NORMS, GATED=False, gate=None, d_gate=None), dict(d_weight="*fp32")),
+    (situ_triton.glu_kernel, 4, GLU, BETA),
+    (situ_triton.glu_backward_kernel, 4, GLU, BETA),
     (mla_decode_triton.merge_kernel, 4, MERGE, {}),
 ]
 for kernel, warps, options, types in CASES:
@@ -106,4 +116,4 @@ def test_every_kernel_compiles(target):
         [sys.executable, "-P", "-c", COMPILE, *target], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 22
+    assert len(done.stdout.splitlines()) == 29

@@ -1,0 +1,103 @@
+"""RMS norms in one kernel each way: Triton form of `norms` (docs/kernels.md).
+
+A program takes BR rows at a time with the whole width on chip. The backward pass computes 1/rms again and sums the
+gradient of the weight over its rows, then over programs, in a fixed order.
+"""
+
+import torch
+
+from . import triton_tools as tools
+
+triton, tl = tools.triton, tools.tl
+sigmoid = tools.sigmoid
+
+
+@triton.jit
+def norm_kernel(
+    x, gate, weight, out, rows, stride_x, stride_gate, eps,
+    D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, GATED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    c = tl.arange(0, BD)
+    mask = (row < rows)[:, None] & (c < D)[None, :]
+    narrow = tl.load(x + (row * stride_x)[:, None] + c[None, :], mask=mask, other=0.0)
+    value = narrow.to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
+    b_w = tl.load(weight + c, mask=c < D, other=0.0)
+    if GATED:
+        b_gate = tl.load(gate + (row * stride_gate)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        value *= b_w.to(tl.float32)[None, :] * sigmoid(b_gate, PTX)
+    else:  # two roundings, as in the model that was trained
+        value = value.to(narrow.dtype).to(tl.float32) * b_w.to(tl.float32)[None, :]
+    tl.store(out + (row * D)[:, None] + c[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def norm_backward_kernel(
+    x, gate, weight, d_out, dx, d_gate, d_weight, rows, stride_x, stride_gate, eps,
+    D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, GATED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """d_weight [programs, D] float32: sums over this program's rows."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    c = tl.arange(0, BD)
+    b_w = tl.load(weight + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    weight_sum = tl.zeros((BD,), tl.float32)
+    for first in range(program * BR, rows, programs * BR):
+        row = tl.cast(first, tl.int64) + tl.arange(0, BR)
+        mask = (row < rows)[:, None] & (c < D)[None, :]
+        value = tl.load(x + (row * stride_x)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        upper = tl.load(d_out + (row * D)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        rms = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
+        value *= rms
+        if GATED:
+            share = tl.load(gate + (row * stride_gate)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            slope = sigmoid(-share, PTX)
+            share = sigmoid(share, PTX)
+            b_gate = upper * value * b_w * share * slope
+            tl.store(d_gate + (row * D)[:, None] + c[None, :], b_gate.to(d_gate.dtype.element_ty), mask=mask)
+            upper *= share
+        weight_sum += tl.sum(upper * value, axis=0)
+        upper *= b_w
+        grad = rms * (upper - value * (tl.sum(upper * value, axis=1) / D)[:, None])
+        tl.store(dx + (row * D)[:, None] + c[None, :], grad.to(dx.dtype.element_ty), mask=mask)
+    tl.store(d_weight + program * D + c, weight_sum, mask=c < D)
+
+
+def _rows(x):
+    """[n, D] with columns side by side."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or x.shape[-1] == 1 else rows.contiguous()
+
+
+def _blocks(width: int) -> tuple[int, int, int]:
+    """Columns, rows and warps of a program."""
+    columns = triton.next_power_of_2(width)
+    return columns, max(1, 2048 // columns), max(1, min(16, max(columns, 2048) // 1024))
+
+
+def forward(x, gate, weight, eps, dtype):
+    """x and gate (None for the plain norm) [..., D], weight [D] -> [..., D] of `dtype`."""
+    out = torch.empty(x.shape, device=x.device, dtype=dtype)
+    columns, block, warps = _blocks(x.shape[-1])
+    rows, gates = _rows(x), None if gate is None else _rows(gate)
+    norm_kernel[(triton.cdiv(len(rows), block),)](
+        rows, gates, weight, out, len(rows), rows.stride(0), 0 if gate is None else gates.stride(0), eps,
+        x.shape[-1], columns, block, gate is not None, tools.USE_PTX, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def backward(x, gate, weight, eps, d_out):
+    """-> gradients of x, gate (None without) and weight; d_out contiguous."""
+    columns, block, warps = _blocks(x.shape[-1])
+    rows, gates = _rows(x), None if gate is None else _rows(gate)
+    programs = min(triton.cdiv(len(rows), block), 4 * tools.multiprocessors(x.device))
+    dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    d_gate = None if gate is None else torch.empty(gate.shape, device=x.device, dtype=gate.dtype)
+    d_weight = torch.empty(programs, x.shape[-1], device=x.device, dtype=torch.float32)
+    norm_backward_kernel[(programs,)](
+        rows, gates, weight, d_out, dx, d_gate, d_weight, len(rows), rows.stride(0),
+        0 if gate is None else gates.stride(0), eps,
+        x.shape[-1], columns, block, gate is not None, tools.USE_PTX, num_warps=warps,
+    )  # fmt: skip
+    return dx, d_gate, d_weight.sum(0).to(weight.dtype)
