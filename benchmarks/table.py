@@ -10,7 +10,8 @@ ROOT = Path(__file__).parent.parent
 HEAD = """# Performance, as measured
 
 Written by `python benchmarks/table.py` from `benchmarks/results/*.jsonl`; each line there holds the command, date,
-versions and machine of its case. Ours and the peer run in turn on the same machine. On a CPU only the ratio means
+versions and machine of its case. Ours and the peer run in turn on the same machine; cases without a peer
+ran alone. On a CPU only the ratio means
 something.
 
 | case | ours, ms | peer | peer, ms | faster | extra memory, ours / peer | roofline, ms | machine | date |
@@ -21,16 +22,20 @@ something.
 def gigabytes(case):
     if "ours_extra_bytes" not in case:
         return ""
-    ours, peer = case["ours_extra_bytes"], case["peer_extra_bytes"]
+    ours, peer = case["ours_extra_bytes"], case.get("peer_extra_bytes")
+    if peer is None:
+        return f"{ours / 1e9:.2f} GB"
     return f"{ours / 1e9:.2f} / {peer / 1e9:.2f} GB ({ours / peer:.2f})"
 
 
 def row(case):
     machine = case["gpu"] or f"CPU, {case['cpu_threads']} threads"
     roofline = f"{case['roofline_ms']:.3f}" if case["roofline_ms"] else ""
+    peer = "| | | "
+    if case["peer_ms"] is not None:
+        peer = f"| {case['peer']} | {case['peer_ms']} | {case['peer_ms'] / case['ours_ms']:.1f}x "
     return (
-        f"| {case['case']} | {case['ours_ms']} | {case['peer']} | {case['peer_ms']} "
-        f"| {case['peer_ms'] / case['ours_ms']:.1f}x | {gigabytes(case)} | {roofline} | {machine} | {case['date']} |\n"
+        f"| {case['case']} | {case['ours_ms']} {peer}| {gigabytes(case)} | {roofline} | {machine} | {case['date']} |\n"
     )
 
 
