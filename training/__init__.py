@@ -1,10 +1,11 @@
-"""Training tools for any training loop or transformers' `Trainer`: router balance, the Muon optimizer, LoRA, a loss."""
+"""Training tools for any loop or `Trainer`: router balance, Muon, LoRA, quantisation-aware training, a loss."""
 
 import importlib
 
 from .balancing import QuantileBalancer, QuantileBalancerCallback
 from .cross_entropy import chunked_cross_entropy
 from .muon import PerHeadMuon, QKClip, muon_groups
+from .qat import finish_qat, start_qat
 from .sharding import fully_shard_by_dtype
 
 _NEEDS_PEFT = ("export_expert_loras", "lora_targets")
@@ -15,8 +16,10 @@ __all__ = [
     "QuantileBalancer",
     "QuantileBalancerCallback",
     "chunked_cross_entropy",
+    "finish_qat",
     "fully_shard_by_dtype",
     "muon_groups",
+    "start_qat",
     *_NEEDS_PEFT,
 ]
 
