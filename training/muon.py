@@ -19,7 +19,7 @@ import math
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils.parametrize import ParametrizationList
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -51,22 +51,23 @@ def muon_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict]:
             if not parameter.requires_grad or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            kind, owner, key = type(module).__name__, module, name
+            # All bases: sharding makes a subclass of another name.
+            kinds, owner, key = {base.__name__ for base in type(module).__mro__}, module, name
             if isinstance(module, nn.Linear):
                 owner, key = model.get_submodule(parent), own_name
             elif isinstance(module, ParametrizationList):  # the weight under a rounding or the like
                 owner, key = model.get_submodule(parent.rpartition(".")[0]), own_name
             blocks_of = _blocks(owner)
-            if parameter.ndim <= 1 or kind in _NO_MAP:
-                (decayed if kind == "Embedding" else kept).append(parameter)
+            if parameter.ndim <= 1 or not kinds.isdisjoint(_NO_MAP):
+                (decayed if "Embedding" in kinds else kept).append(parameter)
             elif output is not None and parameter is output.weight:
                 decayed.append(parameter)
             elif key in blocks_of or isinstance(module, nn.Linear):
                 muon.setdefault(blocks_of.get(key), []).append(parameter)
             else:
                 raise ValueError(
-                    f"no rule says how to optimize {prefix}.{name} {list(parameter.shape)} of {kind}: freeze it, or "
-                    "put it into a group of its own"
+                    f"no rule says how to optimize {prefix}.{name} {list(parameter.shape)} of "
+                    f"{type(module).__name__}: freeze it, or put it into a group of its own"
                 )
     groups = [
         {"params": params, "algorithm": "muon", "blocks": blocks, "weight_decay": weight_decay}
@@ -140,16 +141,20 @@ class PerHeadMuon(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameter, group):
-        if isinstance(parameter, DTensor):
-            raise NotImplementedError("PerHeadMuon needs whole matrices, and this parameter is sharded over processes")
         state, grad, lr = self.state[parameter], parameter.grad, group["lr"]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
         momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(momentum, group["momentum"])
         parameter.mul_(1 - lr * group["weight_decay"])
-        for weight, part in zip(matrices(parameter, group["blocks"]), matrices(update, group["blocks"]), strict=True):
+        sharded = isinstance(parameter, DTensor)  # every process computes the whole step and keeps its part
+        whole = update.full_tensor() if sharded else update
+        target = torch.zeros_like(whole, dtype=torch.float32) if sharded else parameter
+        for weight, part in zip(matrices(target, group["blocks"]), matrices(whole, group["blocks"]), strict=True):
             weight.add_(orthogonalize(part, group["ns_steps"]), alpha=-lr * 0.2 * math.sqrt(max(part.shape[-2:])))
+        if sharded:
+            mesh, placements = parameter.device_mesh, parameter.placements
+            parameter.add_(distribute_tensor(target, mesh, placements, src_data_rank=None))
 
 
 def matrices(parameter: torch.Tensor, blocks: tuple[int, ...] | None) -> tuple[torch.Tensor, ...]:
