@@ -193,6 +193,32 @@ _SAFETENSORS_DTYPES = {
 }
 
 
+def read_header(path: Path) -> tuple[dict[str, dict], int]:
+    """The header of a safetensors file, and where its data begins.
+
+    Returns:
+        name -> {dtype, shape, data_offsets}, and the byte that the offsets count from.
+
+    Raises:
+        ValueError: for a file that is not safetensors or is cut off.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        if length > size - 8:
+            raise ValueError(f"{path} is cut off or is not a safetensors file")
+        try:
+            header = dict(json.loads(file.read(length)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is not a safetensors file: its header cannot be read") from error
+    header.pop("__metadata__", None)
+    data = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if 8 + length + data > size:
+        raise ValueError(f"{path} is cut off: its header describes {8 + length + data} bytes, the file has {size}")
+    return header, 8 + length
+
+
 def read_headers(files: list[str | os.PathLike]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Names, dtypes and shapes of safetensors files, without their data.
 
@@ -202,21 +228,7 @@ def read_headers(files: list[str | os.PathLike]) -> dict[str, tuple[str, tuple[i
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     origin: dict[str, str] = {}
     for path in map(Path, files):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
-            if length > size - 8:
-                raise ValueError(f"{path} is cut off or is not a safetensors file")
-            try:
-                header = dict(json.loads(file.read(length)))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path} is not a safetensors file: its header cannot be read") from error
-        header.pop("__metadata__", None)
-        data = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if 8 + length + data > size:
-            raise ValueError(f"{path} is cut off: its header describes {8 + length + data} bytes, the file has {size}")
-        for name, entry in header.items():
+        for name, entry in read_header(path)[0].items():
             if name in origin:
                 raise ValueError(f"{name} is in {origin[name]} and in {path.name}")
             origin[name] = path.name
@@ -244,14 +256,21 @@ def check_headers(
     """
     found = {}
     for name, entry in read_headers(files).items():
-        plain_name = _plain_name(apply_renamings(name, renamings))
-        if plain_name in found:
-            raise ValueError(f"{name} and {found[plain_name][0]} are the same tensor of the model")
-        found[plain_name] = (name, *entry)
-    has_layers = any(plain_name.startswith("layers.") for plain_name in found)
-    expected = {_plain_name(name): (name, *entry) for name, entry in _expected(model, expert_storage).items()}
+        plain = plain_name(apply_renamings(name, renamings))
+        if plain in found:
+            raise ValueError(f"{name} and {found[plain][0]} are the same tensor of the model")
+        found[plain] = (name, *entry)
+    expected = {plain_name(name): (name, *entry) for name, entry in _expected(model, expert_storage).items()}
+    check_tensors(found, expected, expert_storage, ignore_mismatched_sizes)
+
+
+def check_tensors(
+    found: dict[str, tuple], expected: dict[str, tuple], expert_storage: str, ignore_mismatched_sizes: bool = False
+) -> None:
+    """The judgement of `check_headers`, on plain name -> (name as it stands, safetensors dtype, shape)."""
+    has_layers = any(plain.startswith("layers.") for plain in found)
     packed = next((entry[0] for plain, entry in found.items() if plain.endswith(".w1.weight_packed")), None)
-    plain = next(
+    floating = next(
         (entry[0] for plain, entry in found.items() if ".experts." in plain and plain.endswith("w1.weight")), None
     )
     if packed is not None and expert_storage == "float":
@@ -259,13 +278,13 @@ def check_headers(
             f"the checkpoint stores packed experts ({packed}), but the config has no quantization_config: add it, "
             "or pass dequantize=True with a config that has it"
         )
-    if plain is not None and packed is None and expert_storage != "float":
+    if floating is not None and packed is None and expert_storage != "float":
         raise ValueError(
-            f"the config has a quantization_config, but the checkpoint stores experts in floating point ({plain}): "
+            f"the config has a quantization_config, but the checkpoint stores experts in floating point ({floating}): "
             "remove quantization_config from the config"
         )
-    for plain_name, (name, dtype, shape) in expected.items():
-        entry = found.get(plain_name)
+    for plain, (name, dtype, shape) in expected.items():
+        entry = found.get(plain)
         if entry is None:
             if ".experts." in name and has_layers:
                 raise ValueError(f"the checkpoint lacks {name}, so this expert cannot be built")
@@ -289,7 +308,7 @@ def apply_renamings(name: str, renamings: list[WeightRenaming]) -> str:
     return name
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """A name that is the same in multimodal, text-only and headless files."""
     return name.removeprefix("language_model.").removeprefix("model.")
 
@@ -313,7 +332,7 @@ def _expected(model, expert_storage):
 
 
 # transformers' own kimi_linear saves the dense MLP of its first layers as if it were a MoE block.
-_NATIVE_DENSE_MLP = tuple(
+NATIVE_DENSE_MLP = tuple(
     WeightRenaming(rf"\.block_sparse_moe\.{name}\.", rf".mlp.{name}.") for name in ("gate_proj", "up_proj", "down_proj")
 )
 
@@ -322,7 +341,7 @@ def load_checked(model, state_dict, checkpoint_files, load_config, conversions, 
     """transformers' `_load_pretrained_model` with our conversions, after the headers were checked."""
     # What transformers collected for us is the user's `key_mapping` and the renamings of old formats.
     renamings = [entry for entry in load_config.weight_mapping or () if isinstance(entry, WeightRenaming)]
-    renamings += _NATIVE_DENSE_MLP
+    renamings += NATIVE_DENSE_MLP
     if checkpoint_files and state_dict is None:
         if not all(str(file).endswith(".safetensors") for file in checkpoint_files):
             raise ValueError(
