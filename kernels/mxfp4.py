@@ -81,7 +81,12 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) ->
 
 
 def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round to the nearest MXFP4 value, ties to the even code; the scale is the smallest that clips nothing.
+    """Round to the nearest MXFP4 value, ties to the even code; packed bytes come back from their decoded values.
+
+    The scale 2^e of a group is the one with 3.5 * 2^e <= largest < 7 * 2^e, so that the largest entry rounds to 4 or 6.
+    A value in (6, 7) * 2^e rounds to 6 there, which is its nearest value at the next scale too, and all others have the
+    finer grid. Groups whose largest code is 4 or 6, as this rule and the Microscaling specification make them, are
+    reproduced to the byte, -0 included; other groups keep their values.
 
     Args:
         weight: [..., K] floating point, finite, K a multiple of 32.
@@ -95,10 +100,10 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = groups.abs().amax(-1)
     if not torch.isfinite(largest).all():
         raise ValueError("cannot quantize a weight that is not finite")
-    # frexp: largest / 6 = mantissa * 2^exponent with mantissa in [0.5, 1), so 2^exponent is the next power of two,
-    # except at an exact power of two, which is its own.
-    mantissa, exponent = torch.frexp(largest / _MAGNITUDES[-1])
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    # frexp: largest = mantissa * 2^exponent with mantissa in [0.5, 1), that is 4 * mantissa * 2^(exponent - 2) and
+    # 8 * mantissa * 2^(exponent - 3): the finer scale reaches as long as 8 * mantissa is below 7.
+    mantissa, exponent = torch.frexp(largest)
+    exponent = torch.where(mantissa < 0.875, exponent - 3, exponent - 2)
     scale = torch.where(largest > 0, (exponent + 127).clamp(0, 254), 127)
     scaled = torch.ldexp(groups.double(), (127 - scale)[..., None])
     bounds = scaled.new_tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
@@ -106,5 +111,5 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     code = torch.bucketize(magnitude, bounds)
     tie = magnitude == bounds[code.clamp_max(6)]
     code = torch.where(tie & (code % 2 == 1), code + 1, code)
-    code = (code + 8 * (torch.signbit(scaled) & (code > 0))).to(torch.uint8).flatten(-2)
+    code = (code + 8 * (torch.signbit(scaled) & ((code > 0) | (scaled == 0)))).to(torch.uint8).flatten(-2)
     return code[..., 0::2] | (code[..., 1::2] << 4), scale.to(torch.uint8)
