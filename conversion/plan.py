@@ -1,0 +1,446 @@
+"""What a conversion writes: the target's configuration, and its shards down to the byte.
+
+A plan is made from headers alone. It is the same for the same source and the same wishes, which is what lets a killed
+conversion continue.
+"""
+
+import copy
+import json
+import math
+import re
+from dataclasses import dataclass, field
+
+from ..checkpoint_kimi_k3 import plain_name
+from ..configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
+from .source import DTYPES, FUSED_CONVOLUTIONS, FUSED_EXPERTS, Checkpoint, ConversionError, Stored
+from .source import expected_tensors as expected_of
+
+LAYOUTS = ("released", "flat", "native")
+EXPERTS = {"bf16": "BF16", "fp32": "F32", "mxfp4": "U8"}
+GROUP = 32
+
+# The released model's section; which linears are packed is told by the tensors, not by these patterns.
+MXFP4_SECTION = {
+    "config_groups": {
+        "group_0": {
+            "format": "mxfp4-pack-quantized",
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": GROUP,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "scale_dtype": "torch.uint8",
+                "strategy": "group",
+                "symmetric": True,
+                "type": "float",
+                "zp_dtype": None,
+            },
+        }
+    },
+    "format": "mxfp4-pack-quantized",
+    "global_compression_ratio": None,
+    "ignore": [
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+        "re:.*lm_head.*",
+        "re:.*vision_tower.*",
+        "re:.*mm_projector.*",
+    ],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is wanted.
+
+    Args:
+        layout: `released`, `flat` or `native` (docs/conversion.md).
+        experts: storage of the routed experts: `mxfp4`, `bf16`, `fp32`; None leaves it.
+        text_only: leave vision tower and projector out.
+        layers: keep the decoder layers [first, last], counted from 0; None keeps all.
+        experts_kept: keep the first so many routed experts of a layer; None keeps all.
+        shard_size: largest shard in bytes; a tensor that is larger has a shard of its own.
+    """
+
+    layout: str = "released"
+    experts: str | None = None
+    text_only: bool = False
+    layers: tuple[int, int] | None = None
+    experts_kept: int | None = None
+    shard_size: int = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One piece of work: `kind` of `parts` makes the bytes of one tensor's range, or of two (codes and scales).
+
+    `label` is the plain name of the tensor that is worked on, `nbytes` how many bytes come out.
+
+    copy     parts (tensor,)          -> its bytes
+    cast     parts (tensor,)          -> the same values in the target's dtype
+    decode   parts (packed, scale)    -> values in the target's dtype
+    pack     parts (tensor,)          -> codes, scales
+    """
+
+    kind: str
+    label: str
+    parts: tuple[Stored, ...]
+    places: tuple[tuple[str, int], ...]  # (target tensor, byte in it), one for each result
+    nbytes: int
+
+
+@dataclass
+class Shard:
+    """One file: its tensors with dtype and shape, and the steps that make their bytes."""
+
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    name: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(_nbytes, self.tensors.values()))
+
+    def layout(self) -> tuple[bytes, dict[str, int]]:
+        """The bytes before the data, and where in the file each tensor begins; as `save_file` orders them."""
+        header, offset = {"__metadata__": {"format": "pt"}}, 0
+        order = sorted(self.tensors, key=lambda name: (-DTYPES[self.tensors[name][0]].itemsize, name))
+        for name in order:
+            dtype, shape = self.tensors[name]
+            end = offset + _nbytes((dtype, shape))
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        start = 8 + len(text)
+        begins = {name: start + header[name]["data_offsets"][0] for name in order}
+        return len(text).to_bytes(8, "little") + text, begins
+
+
+@dataclass
+class Plan:
+    """`config` is what config.json will hold; None: the source's file as it is."""
+
+    config: dict | None
+    shards: list[Shard]
+
+    @property
+    def total_size(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
+    def index(self) -> dict:
+        weight_map = {name: shard.name for shard in self.shards for name in shard.tensors}
+        return {"metadata": {"total_size": self.total_size}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def _nbytes(entry: tuple[str, tuple[int, ...]]) -> int:
+    return DTYPES[entry[0]].itemsize * math.prod(entry[1])
+
+
+def make_plan(source: Checkpoint, target: Target) -> Plan:
+    """Everything that converting `source` into `target` will do.
+
+    Raises:
+        ConversionError: for a wish that this model does not fit, with the reason.
+    """
+    if target.layout not in LAYOUTS:
+        raise ConversionError(f"layout {target.layout!r} is not one of {', '.join(LAYOUTS)}")
+    if target.experts not in (None, *EXPERTS):
+        raise ConversionError(f"experts {target.experts!r} is not one of {', '.join(EXPERTS)}")
+    if target.shard_size < 1:
+        raise ConversionError(f"the shard size must be positive, not {target.shard_size}")
+    text = _text_config(source.text_config, target)
+    if target.layout == "native" and (reasons := _native_misfits(source.config, text, target)):
+        raise ConversionError(f"transformers' kimi_linear has no place for {', '.join(reasons)}")
+    config = _wrapped(source.config, text, target)
+    tensors = _chosen(source, target)
+    shards = _split(_groups(tensors, source.text_config, config, text, target), target.shard_size)
+    return Plan(_written(source, config, target), shards)
+
+
+# --- configuration ---------------------------------------------------------------------------------------------------
+
+
+def _text_config(source: KimiK3TextConfig, target: Target) -> KimiK3TextConfig:
+    """The text configuration of the target, checked by its class."""
+    values = source.to_dict()
+    if target.experts is not None and not source.num_experts:
+        raise ConversionError(f"--experts {target.experts}: this model has no routed experts")
+    if target.experts == "mxfp4":
+        values["quantization_config"] = source.expert_quantization or copy.deepcopy(MXFP4_SECTION)
+    elif target.experts is not None:
+        values.pop("quantization_config", None)
+    if target.layers is not None:
+        values.update(_fewer_layers(source, *target.layers))
+    if target.experts_kept is not None:
+        values.update(_fewer_experts(source, target.experts_kept))
+        if not any(kind == "sparse" for kind in source.mlp_layer_types):
+            raise ConversionError("--experts-kept: no layer of this model has routed experts")
+    try:
+        text = KimiK3TextConfig.from_dict(values)
+    except ValueError as error:
+        raise ConversionError(f"the target cannot be configured: {error}") from error
+    first, last = target.layers or (0, source.num_hidden_layers - 1)
+    for kind in ("layer_types", "mlp_layer_types"):
+        if getattr(text, kind) != getattr(source, kind)[first : last + 1]:
+            raise ConversionError(
+                f"--layers {first}-{last}: {kind} of these layers cannot be written with first_k_dense_replace and "
+                "moe_layer_freq; begin at layer 0"
+            )
+    return text
+
+
+def _fewer_layers(source: KimiK3TextConfig, first: int, last: int) -> dict:
+    count = source.num_hidden_layers
+    if not 0 <= first <= last < count:
+        raise ConversionError(f"--layers {first}-{last}: the model has layers 0 to {count - 1}")
+    block = source.attn_res_block_size
+    if block and first % block:
+        raise ConversionError(
+            f"--layers {first}-{last}: blocks of Attention Residuals are {block} layers, so the first layer must be a "
+            f"multiple of {block}, for instance {first - first % block}"
+        )
+    linear = dict(source.linear_attn_config)
+    for name in ("kda_layers", "full_attn_layers"):  # counted from 1
+        linear[name] = [i - first for i in linear[name] if first < i <= last + 1]
+    dense = 0
+    for kind in source.mlp_layer_types[first : last + 1]:
+        if kind == "sparse":
+            break
+        dense += 1
+    return {"num_hidden_layers": last - first + 1, "linear_attn_config": linear, "first_k_dense_replace": dense}
+
+
+def _fewer_experts(source: KimiK3TextConfig, count: int) -> dict:
+    if not source.num_experts or not 1 <= count <= source.num_experts:
+        raise ConversionError(f"--experts-kept {count}: the model has {source.num_experts or 0} routed experts")
+    if count < source.num_experts_per_token:
+        raise ConversionError(f"--experts-kept {count}: a token uses {source.num_experts_per_token} experts")
+    if (source.num_expert_group or 1) > 1 and count != source.num_experts:
+        raise ConversionError(
+            f"--experts-kept {count}: the experts are chosen in {source.num_expert_group} groups, and the first so "
+            "many are not a part of every group"
+        )
+    return {"num_experts": count}
+
+
+def _native_misfits(config, text: KimiK3TextConfig, target: Target) -> list[str]:
+    """What of this model transformers' own class would ignore or refuse."""
+    sparse = "sparse" in text.mlp_layer_types
+    found = {
+        "a vision tower (--text-only leaves it out)": getattr(config, "vision_config", None) and not target.text_only,
+        "Attention Residuals (attn_res_block_size)": text.attn_res_block_size,
+        "latent experts (routed_expert_hidden_size)": sparse and text.routed_expert_hidden_size,
+        "the bounded decay gate (gate_lower_bound)": text.gate_lower_bound is not None,
+        "a full-rank output gate (use_full_rank_gate)": text.linear_attn_config.get("use_full_rank_gate"),
+        "an output gate of MLA (mla_use_output_gate)": text.mla_use_output_gate,
+        f"hidden_act {text.hidden_act!r}": text.hidden_act != "silu",
+        "packed experts (--experts bf16 decodes them)": text.expert_quantization is not None,
+        "experts without shared ones (num_shared_experts)": sparse and not text.num_shared_experts,
+    }
+    return [reason for reason, there in found.items() if there]
+
+
+def _wrapped(source, text: KimiK3TextConfig, target: Target):
+    """The whole configuration of the target: nested for the released layout of K3, flat otherwise."""
+    nested = isinstance(source, KimiK3Config)
+    released_nested = target.layout == "released" and not text.is_kimi_linear_layout
+    if not released_nested:
+        if nested and source.vision_config is not None and not target.text_only:
+            raise ConversionError("this target is flat and holds text only: --text-only leaves the vision tower out")
+        return text
+    values = source.to_dict() if nested else {}
+    if nested:
+        values["text_config"] = text.to_dict()
+        values.pop("quantization_config", None)
+        if target.text_only:
+            values.pop("vision_config", None)
+    else:
+        values = {"text_config": text.to_dict(), "vision_config": None, "dtype": _dtype(source)}
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"):
+            values[name] = getattr(text, name)
+    try:
+        return KimiK3Config.from_dict(values)
+    except ValueError as error:
+        raise ConversionError(f"the target cannot be configured: {error}") from error
+
+
+def _dtype(config):
+    return str(getattr(config, "dtype", None) or config.get_text_config(decoder=True).dtype or "bfloat16").removeprefix(
+        "torch."
+    )
+
+
+def _written(source: Checkpoint, config, target: Target) -> dict | None:
+    if target.layout != "native" and config.to_dict() == source.config.to_dict():
+        return None
+    values = config.to_diff_dict()
+    values["dtype"] = _dtype(source.config)
+    values.pop("auto_map", None)  # names classes of the folder that it came from
+    if target.layout == "native":
+        values["architectures"] = ["KimiLinearForCausalLM"]
+        values |= {"layer_types": config.layer_types, "mlp_layer_types": config.mlp_layer_types}
+        values |= {"model_max_length": config.max_position_embeddings}
+    else:
+        nested = isinstance(config, KimiK3Config)
+        values["architectures"] = ["KimiK3ForConditionalGeneration" if nested else "KimiK3ForCausalLM"]
+        if config.get_text_config(decoder=True).is_kimi_linear_layout and not nested:
+            values["architectures"] = ["KimiLinearForCausalLM"]  # the name under which other engines know this family
+    return values
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+_LAYER = re.compile(r"^layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.(w[123])\.weight(_packed|_scale)?$")
+
+
+def _chosen(source: Checkpoint, target: Target) -> dict[str, Stored]:
+    """The source's tensors that go into the target, under the target's layer numbers."""
+    first, last = target.layers or (0, source.text_config.num_hidden_layers - 1)
+    kept = target.experts_kept
+    chosen = {}
+    for name, stored in source.tensors.items():
+        if target.text_only or target.layout != "released":
+            if name.startswith(("vision_tower.", "mm_projector.")):
+                continue
+        if match := _LAYER.match(name):
+            layer = int(match[1])
+            if not first <= layer <= last:
+                continue
+            name = f"layers.{layer - first}.{name[match.end() :]}"
+        if kept is not None:
+            if (match := _EXPERT.search(name)) and int(match[1]) >= kept:
+                continue
+            if name.endswith((".gate.weight", ".gate.e_score_correction_bias")):
+                stored = stored.rows(0, kept)
+        chosen[name] = stored
+    return chosen
+
+
+@dataclass
+class _Group:
+    """Tensors that one shard must hold together, and their steps."""
+
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    steps: list[Step]
+
+
+def _groups(tensors: dict[str, Stored], source_text, config, text, target: Target) -> list[_Group]:
+    expected = {plain_name(name): (name, shape) for name, (_, shape) in expected_of(config).items()}
+    was_packed = source_text.expert_quantization is not None
+    groups: dict[str, _Group] = {}
+    for name, stored in tensors.items():
+        match = _EXPERT.search(name)
+        if match is None:
+            if target.layout == "native":
+                _add_native(groups, name, stored)
+                continue
+            full_name, shape = expected[name]
+            # `A_log` may be longer than its heads: the rest of the file is zeros where nothing is written
+            _add(groups, full_name, (stored.dtype, shape), _copy(name, stored, full_name))
+            continue
+        base = name[: match.start()] + f".experts.{match[1]}.{match[2]}.weight"
+        if match[3] == "_scale":
+            continue  # comes with its codes
+        parts = (stored, tensors[f"{base}_scale"]) if was_packed else (stored,)
+        shape = (stored.shape[0], stored.shape[1] * 2) if was_packed else stored.shape
+        dtype = EXPERTS[target.experts] if target.experts else stored.dtype
+        if target.layout == "native":
+            _add_native_expert(groups, base, match, dtype, shape, parts, was_packed, text)
+        elif dtype == "U8":
+            names = expected[f"{base}_packed"][0], expected[f"{base}_scale"][0]
+            _add_packed(groups, names, base, parts, shape, was_packed)
+        else:
+            full_name = expected[base][0]
+            step = _expert_step(base, parts, dtype, shape, was_packed, full_name)
+            _add(groups, full_name, (dtype, shape), step)
+    return [groups[name] for name in sorted(groups, key=_natural)]
+
+
+def _natural(name: str) -> list:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _copy(label, stored, full_name, place=0):
+    return Step("copy", label, (stored,), ((full_name, place),), stored.nbytes)
+
+
+def _expert_step(label, parts, dtype, shape, was_packed, full_name, place=0):
+    """What makes a floating-point matrix of an expert."""
+    kind = "decode" if was_packed else "copy" if parts[0].dtype == dtype else "cast"
+    return Step(kind, label, parts, ((full_name, place),), _nbytes((dtype, shape)))
+
+
+def _add(groups, name, entry, step):
+    group = groups.setdefault(name, _Group({name: entry}, []))
+    group.steps.append(step)
+
+
+def _add_packed(groups, names, base, parts, shape, was_packed):
+    rows, columns = shape
+    entries = dict(zip(names, [("U8", (rows, columns // 2)), ("U8", (rows, columns // GROUP))], strict=True))
+    if was_packed:
+        steps = [_copy(base, part, name) for name, part in zip(names, parts, strict=True)]
+    else:
+        places = tuple((name, 0) for name in names)
+        steps = [Step("pack", base, parts, places, sum(map(_nbytes, entries.values())))]
+    groups[names[0]] = _Group(entries, steps)
+
+
+_NATIVE_GATE = re.compile(r"\.self_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)")
+
+
+def _add_native(groups, name, stored):
+    """A tensor that is no routed expert, under the name of transformers' module."""
+    full_name = name if name.startswith("lm_head.") else f"model.{name}"
+    full_name = full_name.replace(".block_sparse_moe.", ".mlp.")
+    full_name = _NATIVE_GATE.sub(r".self_attn.forget_gate.\1", full_name)
+    for i, part in enumerate(FUSED_CONVOLUTIONS):
+        if full_name.endswith(f".self_attn.{part}.weight"):
+            full_name = full_name.replace(part, "conv1d")
+            entry = (stored.dtype, (3 * stored.shape[0], *stored.shape[1:]))
+            _add(groups, full_name, entry, _copy(name, stored, full_name, i * stored.nbytes))
+            if groups[full_name].tensors[full_name] != entry:
+                raise ConversionError(f"{stored.name} has another dtype than the convolution that it is fused with")
+            return
+    shape = (1, 1, stored.shape[0], 1) if full_name.endswith(".A_log") else stored.shape
+    _add(groups, full_name, (stored.dtype, shape), _copy(name, stored, full_name))
+
+
+def _add_native_expert(groups, base, match, dtype, shape, parts, was_packed, text):
+    """A matrix of one expert, as rows of the tensor of all experts."""
+    weight = next(fused for fused, matrices in FUSED_EXPERTS.items() if match[2] in matrices)
+    matrices = FUSED_EXPERTS[weight]
+    full_name = "model." + base.replace(".block_sparse_moe.", ".mlp.").rsplit(".", 3)[0] + f".{weight}"
+    rows, columns = shape
+    entry = (dtype, (text.num_experts, rows * len(matrices), columns))
+    place = (int(match[1]) * len(matrices) + matrices.index(match[2])) * _nbytes((dtype, shape))
+    _add(groups, full_name, entry, _expert_step(base, parts, dtype, shape, was_packed, full_name, place))
+    if groups[full_name].tensors[full_name] != entry:
+        raise ConversionError(f"{parts[0].name} has another dtype than the experts that it is fused with")
+
+
+def _split(groups: list[_Group], shard_size: int) -> list[Shard]:
+    shards, size = [Shard()], 0
+    for group in groups:
+        more = sum(map(_nbytes, group.tensors.values()))
+        if size and size + more > shard_size:
+            shards.append(Shard())
+            size = 0
+        shards[-1].tensors.update(group.tensors)
+        shards[-1].steps.extend(group.steps)
+        size += more
+    for number, shard in enumerate(shards, 1):
+        shard.name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    return shards

@@ -1,0 +1,246 @@
+"""Carry a plan out into a folder: resumable, and whole or not there at all (docs/conversion.md)."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .plan import Plan, Shard, Target, make_plan
+from .source import INDEX, Checkpoint, ConversionError, open_checkpoint
+from .steps import carry_out
+
+REPORT = "rounding.json"
+# Never copied beside the new weights: what the conversion writes itself, and weights in any form.
+_NOT_SIDE_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_LARGEST_SIDE_FILE = 100 << 20
+
+
+def convert(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    target: Target | None = None,
+    *,
+    workers: int | None = None,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    drop_foreign: bool = False,
+    progress: bool = False,
+) -> Plan:
+    """Write the checkpoint in `source` to `destination` in another form; a killed call is continued by the same call.
+
+    Args:
+        source: folder of the checkpoint.
+        destination: folder to make; while it is made, everything is in `destination` + `.partial`.
+        target: what is wanted; the released layout, otherwise as it is, by default.
+        workers: threads; None takes one a core, at most 8.
+        overwrite: replace a `destination` that exists, at the very end.
+        allow_pickle, drop_foreign: see `open_checkpoint`.
+        progress: show a bar of the bytes written.
+
+    Raises:
+        ConversionError: for a source, wish or place that does not work; then nothing has been changed. While shards are
+            written: for values that the target cannot hold; then only the `.partial` folder is there.
+    """
+    target = target or Target()
+    source, destination = Path(source), Path(destination)
+    workers = min(8, os.cpu_count() or 1) if workers is None else workers
+    if workers < 1:
+        raise ConversionError(f"workers must be at least 1, not {workers}")
+    _check_place(source, destination, overwrite)
+    checkpoint = open_checkpoint(source, allow_pickle, drop_foreign)
+    plan = make_plan(checkpoint, target)
+    work = Path(f"{destination}.partial")
+    state = {"options": repr(target), "source": _source_state(checkpoint), "target": _digest(plan)}
+    side_files = _side_files(checkpoint, plan)
+    _check_resumable(work, state)
+    _check_space(work, destination, plan, side_files)
+
+    files = work / "files"
+    files.mkdir(parents=True, exist_ok=True)
+    with _only_one(work):
+        _write_text(work / "state.json", json.dumps(state))
+        total = sum(shard.nbytes for shard in plan.shards)
+        with tqdm(total=total, unit="B", unit_scale=True, disable=not progress) as bar:
+            for shard in plan.shards:
+                _write_shard(shard, files, workers, bar)
+        _finish(checkpoint, plan, side_files, files)
+        _put_in_place(work, destination)
+    return plan
+
+
+# --- before anything is written --------------------------------------------------------------------------------------
+
+
+def _check_place(source, destination, overwrite):
+    if not source.is_dir():
+        raise ConversionError(f"there is no checkpoint folder {source}")
+    a, b = source.resolve(), destination.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        raise ConversionError(f"{destination} is {source} or a folder inside it or around it: take another place")
+    if destination.exists() and not destination.is_dir():
+        raise ConversionError(f"{destination} is a file")
+    if destination.exists() and any(destination.iterdir()) and not overwrite:
+        raise ConversionError(f"{destination} is there already: --overwrite replaces it when the new one is whole")
+
+
+def _source_state(checkpoint: Checkpoint) -> list:
+    paths = sorted({stored.source.path for stored in checkpoint.tensors.values()})
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+
+
+def _digest(plan: Plan) -> str:
+    digest = hashlib.sha256(json.dumps(plan.config).encode())
+    for shard in plan.shards:
+        digest.update(shard.name.encode() + shard.layout()[0])
+    return digest.hexdigest()
+
+
+def _check_resumable(work, state):
+    if not (work / "state.json").is_file():
+        if work.exists() and any(work.iterdir()):
+            raise ConversionError(f"{work} is not the work of a conversion: move it away")
+        return
+    try:
+        before = json.loads((work / "state.json").read_text())
+    except ValueError:
+        before = {}
+    for part, meaning in (("options", "other options"), ("source", "other source files"), ("target", "another plan")):
+        if before.get(part) != state[part]:
+            raise ConversionError(
+                f"{work} holds a conversion that was begun with {meaning}: finish that one, or delete the folder"
+            )
+
+
+def _check_space(work, destination, plan, side_files):
+    place = destination.absolute().parent
+    while not place.exists():
+        place = place.parent
+    # blocks and not sizes: the shard in work has its full size from the start
+    there = sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file()) if work.exists() else 0
+    headers = sum(len(shard.layout()[0]) for shard in plan.shards)
+    index = 200 * sum(len(shard.tensors) for shard in plan.shards)
+    needed = plan.total_size + headers + index + sum(path.stat().st_size for path in side_files) - there
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ConversionError(f"{place} has {free:,} bytes free, and {needed:,} are needed")
+
+
+@contextlib.contextmanager
+def _only_one(work):
+    """The work folder for this process alone; the lock goes with the process, whatever ends it."""
+    with (work / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConversionError(f"another process is working in {work}") from error
+        yield
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+
+
+def _write_shard(shard: Shard, files: Path, workers: int, bar) -> None:
+    path = files / shard.name
+    head, begins = shard.layout()
+    size = len(head) + shard.nbytes
+    if path.is_file():
+        if path.stat().st_size != size:
+            raise ConversionError(f"{path} is not the {size:,} bytes that were written: delete {files.parent}")
+        bar.update(shard.nbytes)
+        return
+    unfinished = path.with_suffix(".tmp")
+    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    rounding = {}
+    try:
+        os.ftruncate(descriptor, size)  # what no step writes is zero: the tail of `A_log`
+        os.pwrite(descriptor, head, 0)
+        with ThreadPoolExecutor(workers) as pool:
+            jobs = [pool.submit(carry_out, step, shard, descriptor, begins) for step in shard.steps]
+            try:
+                for step, job in zip(shard.steps, jobs, strict=True):
+                    if (result := job.result()) is not None:
+                        rounding[step.label] = result.report()
+                    bar.update(step.nbytes)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if rounding:
+        _write_text(path.with_suffix(".rounding"), json.dumps(rounding))
+    unfinished.replace(path)
+    _sync_folder(files)
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def _side_files(checkpoint: Checkpoint, plan: Plan) -> list[Path]:
+    """Tokenizer, generation settings and whatever else lies beside the weights.
+
+    Code goes along only with the configuration that names it.
+    """
+    chosen = []
+    for path in sorted(checkpoint.folder.iterdir()):
+        if not path.is_file() or path.name in ("config.json", REPORT) or path.name.endswith(_NOT_SIDE_FILES):
+            continue
+        if path.stat().st_size > _LARGEST_SIDE_FILE or (path.suffix == ".py" and plan.config is not None):
+            continue
+        chosen.append(path)
+    return chosen
+
+
+def _finish(checkpoint, plan, side_files, files):
+    for path in side_files:
+        shutil.copyfile(path, files / path.name)
+        _sync(files / path.name)
+    if plan.config is None:
+        shutil.copyfile(checkpoint.folder / "config.json", files / "config.json")
+        _sync(files / "config.json")
+    else:
+        _write_text(files / "config.json", json.dumps(plan.config, indent=2, sort_keys=True) + "\n")
+    reports = sorted(files.glob("*.rounding"))
+    if reports:
+        rounding = {name: report for path in reports for name, report in json.loads(path.read_text()).items()}
+        _write_text(files / REPORT, json.dumps(rounding, indent=1) + "\n")
+    if len(plan.shards) > 1:
+        _write_text(files / INDEX, json.dumps(plan.index(), indent=2) + "\n")
+
+
+def _put_in_place(work, destination):
+    """One rename makes the folder. The leavings of a kill between any two lines are dealt with by the next call."""
+    files = work / "files"
+    for report in files.glob("*.rounding"):
+        report.unlink()
+    _sync_folder(files)
+    if destination.exists():
+        destination.replace(work / "replaced")
+    files.replace(destination)
+    _sync_folder(destination.absolute().parent)
+    shutil.rmtree(work)
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    _sync(unfinished)
+    unfinished.replace(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_sync_folder = _sync

@@ -1,0 +1,411 @@
+"""A checkpoint folder as plain tensors that have not been read.
+
+Four forms of one model come apart into the same tensors, by their headers alone:
+
+    released            language_model.model.layers.1...experts.0.w1.weight_packed, A_log zero-padded or [1, 1, H, 1]
+    flat                the same without the prefix
+    native              transformers' `kimi_linear` in memory: fused experts and convolutions, `forget_gate`
+    ours, in memory     experts.gate_up_proj [E, 2M, D] and experts.down_proj [E, D, M], packed or not
+
+All forms lay rows one after the other, so each plain tensor is one contiguous range of bytes.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..checkpoint_kimi_k3 import (
+    NATIVE_DENSE_MLP,
+    apply_renamings,
+    check_tensors,
+    plain_name,
+    read_header,
+    released_tensors,
+)
+from ..configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
+from ..modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3ForConditionalGeneration
+
+
+class ConversionError(ValueError):
+    """A checkpoint or a wish that cannot be converted; the text names the tensor, file or option."""
+
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U8": torch.uint8,
+}
+INDEX = "model.safetensors.index.json"
+# The matrices of an expert that one fused tensor of ours or of transformers holds, in the order of its rows.
+FUSED_EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+FUSED_CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+
+
+class FileBytes:
+    """Bytes of a file, opened at the first read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._descriptor = None
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        if self._descriptor is None:
+            # two threads at once would leave one descriptor unused until the process ends: harmless
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+        while view:
+            count = os.preadv(self._descriptor, [view], offset)
+            if not count:
+                raise ConversionError(f"{self.path} became shorter while it was read")
+            view, offset = view[count:], offset + count
+
+    def __del__(self):
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+
+class TensorBytes:
+    """Bytes of a tensor that `torch.load` mapped."""
+
+    def __init__(self, path: Path, tensor: torch.Tensor):
+        self.path = path
+        self._bytes = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        view[:] = self._bytes[offset : offset + len(view)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor that has not been read: one contiguous range of bytes.
+
+    `name` is the tensor's name in the file; a fused one gives its name to every part.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: FileBytes | TensorBytes
+    offset: int
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one entry of the first dimension."""
+        return math.prod(self.shape[1:]) * self.itemsize
+
+    def rows(self, start: int, stop: int) -> "Stored":
+        """The part [start, stop) of the first dimension."""
+        return replace(self, shape=(stop - start, *self.shape[1:]), offset=self.offset + start * self.row_bytes)
+
+    def view(self, shape: tuple[int, ...]) -> "Stored":
+        """The first entries, in memory order, in another shape of at most as many."""
+        return replace(self, shape=shape)
+
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows [start, stop), read now. A scalar counts as one row."""
+        part = (self if self.shape else self.view((1,))).rows(start, stop if stop is not None else self._length)
+        tensor = torch.empty(part.shape, dtype=DTYPES[self.dtype])
+        if tensor.numel():
+            self.source.read_into(memoryview(tensor.flatten().view(torch.uint8).numpy()), part.offset)
+        return tensor if self.shape else tensor[0]
+
+    @property
+    def _length(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+
+@dataclass
+class Checkpoint:
+    """A folder whose tensors have been found and checked, and none of them read.
+
+    Attributes:
+        config: the configuration, nested or flat, as its class reads it.
+        tensors: plain name -> Stored.
+    """
+
+    folder: Path
+    config: KimiK3Config | KimiK3TextConfig
+    tensors: dict[str, Stored]
+
+    @property
+    def text_config(self) -> KimiK3TextConfig:
+        return self.config.get_text_config(decoder=True)
+
+
+# --- configuration and what it asks for ------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConversionError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConversionError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConversionError(f"{path} must hold a JSON object")
+    return value
+
+
+def read_config(folder: Path) -> KimiK3Config | KimiK3TextConfig:
+    """The configuration of a folder, nested or flat."""
+    if not folder.is_dir():
+        raise ConversionError(f"there is no checkpoint folder {folder}")
+    if not (folder / "config.json").is_file():
+        raise ConversionError(f"{folder} is not a checkpoint: it has no config.json")
+    values = read_json(folder / "config.json")
+    try:
+        if values.get("text_config") is not None:
+            return KimiK3Config.from_pretrained(folder)
+        return KimiK3TextConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConversionError(f"the configuration in {folder} cannot be used: {error}") from error
+
+
+def expected_tensors(config: KimiK3Config | KimiK3TextConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Released name -> (dtype, shape) of every tensor of a bfloat16 model of this configuration, in its own layout."""
+    model_class = KimiK3ForConditionalGeneration if isinstance(config, KimiK3Config) else KimiK3ForCausalLM
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            return released_tensors(model_class(config))
+    finally:
+        torch.set_default_dtype(default)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def weight_files(folder: Path, allow_pickle: bool = False) -> list[Path]:
+    """The files that hold a folder's weights.
+
+    Raises:
+        ConversionError: for a shard that is missing, or weights that only unpickling could read.
+    """
+    if (folder / INDEX).is_file():
+        names = sorted(set(read_index(folder).values()))
+        for name in names:
+            if not (folder / name).is_file():
+                raise ConversionError(f"{folder} lacks the shard {name}, which {INDEX} names")
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if stray := sorted(folder.glob("model-*.safetensors")):
+        raise ConversionError(f"{folder} has shards ({stray[0].name}, ...) but no {INDEX}: it may be incomplete")
+    pickled = sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
+    if not pickled:
+        raise ConversionError(f"{folder} holds no weights: there is no model.safetensors and no {INDEX}")
+    if not allow_pickle:
+        raise ConversionError(
+            f"{pickled[0].name} is a torch.save file, and unpickling runs whatever code such a file names: get the "
+            "model as safetensors, or pass --weights-only to read it with torch.load(weights_only=True), which builds "
+            "tensors and nothing else"
+        )
+    return pickled
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name of a folder's index."""
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConversionError(f"{folder / INDEX} has no weight_map of tensor names to file names")
+    if outside := next((name for name in weight_map.values() if Path(name).name != name), None):
+        raise ConversionError(f"{INDEX} names {outside!r}, which is not a file of the folder")
+    return weight_map
+
+
+def stored_tensors(folder: Path, allow_pickle: bool = False) -> list[Stored]:
+    """Every tensor of a folder's weight files under its name there; headers only.
+
+    Raises:
+        ConversionError: for a file that is cut off or broken, a tensor that is in two files, or an index that does not
+            agree with the files.
+    """
+    tensors: dict[str, Stored] = {}
+    for path in weight_files(folder, allow_pickle):
+        for stored in read_pickle(path) if path.suffix != ".safetensors" else read_safetensors(path):
+            if stored.name in tensors:
+                raise ConversionError(f"{stored.name} is in {tensors[stored.name].source.path.name} and in {path.name}")
+            tensors[stored.name] = stored
+    if (folder / INDEX).is_file():
+        index = read_index(folder)
+        for name, file in index.items():
+            if name not in tensors or tensors[name].source.path.name != file:
+                raise ConversionError(f"{INDEX} says that {name} is in {file}, but it is not")
+        for name, stored in tensors.items():
+            if name not in index:
+                raise ConversionError(f"{stored.source.path.name} holds {name}, which {INDEX} does not list")
+    return list(tensors.values())
+
+
+def read_safetensors(path: Path) -> Iterator[Stored]:
+    try:
+        header, start = read_header(path)
+    except ValueError as error:
+        raise ConversionError(str(error)) from error
+    source, end = FileBytes(path), 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, stop = entry["data_offsets"]
+        if entry["dtype"] not in DTYPES:
+            raise ConversionError(
+                f"{name} in {path.name} is stored as {entry['dtype']}: only floating-point weights and packed MXFP4 "
+                "experts are read"
+            )
+        stored = Stored(name, entry["dtype"], tuple(entry["shape"]), source, start + begin)
+        if begin != end or stop - begin != stored.nbytes:
+            raise ConversionError(
+                f"{name} in {path.name} has bytes {begin} to {stop}: its shape needs {stored.nbytes}, and the data "
+                f"before it ends at {end}"
+            )
+        end = stop
+        yield stored
+
+
+def read_pickle(path: Path) -> Iterator[Stored]:
+    """Tensors of a `torch.save` file, mapped and not read; anything that is not a tensor is refused by torch."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # pickle errors, zip errors and old formats all have types of their own
+        reason = str(error).strip().partition("\n")[0]
+        raise ConversionError(f"{path.name} cannot be read with weights_only=True: {reason}") from error
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    for name, tensor in state.items() if isinstance(state, dict) else [("its content", state)]:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in names:
+            raise ConversionError(f"{name} in {path.name} is not a tensor of weights")
+        yield Stored(name, names[tensor.dtype], tuple(tensor.shape), TensorBytes(path, tensor), 0)
+
+
+# --- one form --------------------------------------------------------------------------------------------------------
+
+_NATIVE_MOE = re.compile(r"^(layers\.\d+)\.mlp\.(gate|experts|shared_experts)\.")
+_FUSED_EXPERTS = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)(_packed|_scale)?$")
+
+
+def plain_tensors(stored: Stored, experts: int) -> Iterator[tuple[str, Stored]]:
+    """The plain tensors that a tensor of any form consists of."""
+    name = plain_name(stored.name).replace(".self_attn.forget_gate.", ".self_attn.")
+    name = _NATIVE_MOE.sub(r"\1.block_sparse_moe.\2.", name)
+    if name.endswith("_proj.weight") and ".block_sparse_moe." in name and ".experts." not in name:
+        name = apply_renamings(name, NATIVE_DENSE_MLP)
+    if name.endswith(".self_attn.conv1d.weight"):
+        third, rest = divmod(stored.shape[0], 3)
+        if rest:
+            raise ConversionError(f"{stored.name} has {stored.shape[0]} rows, which are not those of q, k and v")
+        for i, part in enumerate(FUSED_CONVOLUTIONS):
+            yield name.replace("conv1d", part), stored.rows(i * third, (i + 1) * third)
+    elif match := _FUSED_EXPERTS.match(name):
+        prefix, weight, kind = match.groups()
+        matrices = FUSED_EXPERTS[weight]
+        if len(stored.shape) != 3 or stored.shape[0] != experts or stored.shape[1] % len(matrices):
+            raise ConversionError(
+                f"{stored.name} has shape {list(stored.shape)}, not [{experts}, rows, columns] of all experts"
+            )
+        rows = stored.shape[1] // len(matrices)
+        flat = stored.view((stored.shape[0] * stored.shape[1], stored.shape[2]))
+        for i in range(experts * len(matrices)):
+            part = flat.rows(i * rows, (i + 1) * rows)
+            yield f"{prefix}.{i // len(matrices)}.{matrices[i % len(matrices)]}.weight{kind or ''}", part
+    else:
+        yield name, stored
+
+
+def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False, drop_foreign: bool = False) -> Checkpoint:
+    """Find and check every tensor of a folder; of the data only `A_log` and a tied head's copy are read.
+
+    Args:
+        folder: a local checkpoint of the K3 family in any form.
+        allow_pickle: read `torch.save` files too, with `weights_only=True`.
+        drop_foreign: leave out tensors that the configuration has no place for, instead of refusing them.
+
+    Raises:
+        ConversionError: names the tensor or file that is missing, cut off, foreign, there twice or of a wrong kind.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    text_config = config.get_text_config(decoder=True)
+    expected = {plain_name(name): (name, *entry) for name, entry in expected_tensors(config).items()}
+    tensors: dict[str, Stored] = {}
+    for stored in stored_tensors(folder, allow_pickle):
+        for name, part in plain_tensors(stored, text_config.num_experts or 0):
+            if name in tensors:
+                raise ConversionError(f"{stored.name} and {tensors[name].name} are the same tensor of the model")
+            tensors[name] = part
+    _drop_tied_head(tensors, expected)
+    foreign = [name for name in tensors if name not in expected]
+    found = {name: (part.name, part.dtype, part.shape) for name, part in tensors.items()}
+    try:
+        check_tensors(found, expected, "packed" if text_config.expert_quantization else "float")
+    except ValueError as error:
+        raise ConversionError(f"{folder}: {error}") from error
+    if missing := [name for name in expected if name not in tensors]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConversionError(f"{folder} lacks {expected[missing[0]][0]}{more}")
+    if foreign and not drop_foreign:
+        raise ConversionError(
+            f"{folder} holds {tensors[foreign[0]].name}, which its configuration has no place for "
+            f"({len(foreign)} such tensors): --drop-foreign leaves them out"
+        )
+    for name in foreign:
+        del tensors[name]
+    heads = text_config.linear_attn_config["num_heads"]
+    for name in tensors:
+        if name.endswith(".self_attn.A_log"):
+            tensors[name] = _live_heads(tensors[name], heads)
+    return Checkpoint(folder, config, tensors)
+
+
+def _drop_tied_head(tensors, expected):
+    """A head that the configuration ties to the embedding is left out, if it is the embedding."""
+    head, embedding = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
+    if head is None or embedding is None or "lm_head.weight" in expected:
+        return
+    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
+    step = max(1, PIECE // max(1, head.row_bytes))
+    if not same or not all(
+        torch.equal(head.read(i, j).view(torch.uint8), embedding.read(i, j).view(torch.uint8))
+        for i, j in pieces(head.shape[0], step)
+    ):
+        raise ConversionError(
+            f"tie_word_embeddings is true, but {head.name} differs from {embedding.name}: set it to false"
+        )
+    del tensors["lm_head.weight"]
+
+
+def _live_heads(stored: Stored, heads: int) -> Stored:
+    """`A_log` [H] of [H], zero-padded [P] or [1, 1, H, 1]."""
+    count = math.prod(stored.shape)
+    if not DTYPES[stored.dtype].is_floating_point:
+        raise ConversionError(f"{stored.name} is stored as {stored.dtype}, which is not a floating-point format")
+    if count < heads:
+        raise ConversionError(f"{stored.name} has {count} entries for {heads} heads")
+    if stored.view((count,)).read(heads, count).any():
+        raise ConversionError(
+            f"{stored.name} has {count} entries for {heads} heads, and those after the heads are not zero: "
+            "linear_attn_config.num_heads does not fit this checkpoint"
+        )
+    return stored.view((heads,))
+
+
+PIECE = 8 << 20  # bytes that are read at once
+
+
+def pieces(count: int, step: int) -> Iterator[tuple[int, int]]:
+    """[0, count) in steps: (start, stop), ..."""
+    for start in range(0, count, step):
+        yield start, min(start + step, count)
