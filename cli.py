@@ -16,6 +16,8 @@ from transformers import AutoTokenizer, TextStreamer
 from transformers.generation import BaseStreamer
 
 from . import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
+from .conversion import ConversionError
+from .conversion.commands import COMMANDS as CONVERSION_COMMANDS
 
 
 class UsageError(ValueError):
@@ -353,14 +355,15 @@ def run_train(args: argparse.Namespace) -> None:
 COMMANDS = {
     "generate": ("continue a text with a checkpoint", add_generate_arguments, run_generate),
     "train": ("train a model on local text", add_train_arguments, run_train),
+    **CONVERSION_COMMANDS,
 }
 
 
 def run_or_explain(prog: str, run, args: argparse.Namespace) -> int:
-    """The exit code of `run(args)`: 0, or 2 after the sentence of a UsageError."""
+    """The exit code of `run(args)`: 0, or 2 after the sentence of an error that the user can do something about."""
     try:
         run(args)
-    except UsageError as error:
+    except (UsageError, ConversionError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     return 0

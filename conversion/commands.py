@@ -1,0 +1,116 @@
+"""`kimi-k3 convert`, `verify` and `inspect`: arguments and what is printed."""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from .inventory import table, take_inventory
+from .plan import EXPERTS, LAYOUTS, Target
+from .run import REPORT, convert
+from .source import ConversionError
+from .verify import verify
+
+
+def layer_range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"must be a layer or a range like 0-3, not {text!r}")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def byte_size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.strip().upper())
+    size = int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"must be a size like 5GB or 500MB, not {text!r}")
+    return size
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SRC", help="folder of a checkpoint in any form of the family")
+    parser.add_argument("destination", type=Path, metavar="DST", help="folder to make")
+    parser.add_argument("--layout", choices=LAYOUTS, default="released", help="default: %(default)s")
+    parser.add_argument("--experts", choices=tuple(EXPERTS), help="storage of the routed experts (default: as it is)")
+    parser.add_argument("--text-only", action="store_true", help="leave the vision tower and the projector out")
+    parser.add_argument("--layers", type=layer_range, metavar="A-B", help="keep these decoder layers, counted from 0")
+    parser.add_argument("--experts-kept", type=positive, metavar="N", help="keep the first N routed experts of a layer")
+    parser.add_argument("--shard-size", type=byte_size, default="5GB", metavar="SIZE", help="default: %(default)s")
+    parser.add_argument("--workers", type=positive, metavar="N", help="threads (default: one a core, at most 8)")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST, once the new one is whole")
+    parser.add_argument(
+        "--weights-only", action="store_true", help="read torch.save files too, tensors and nothing else"
+    )
+    parser.add_argument("--drop-foreign", action="store_true", help="leave out tensors the configuration does not know")
+
+
+def run_convert(args: argparse.Namespace) -> None:
+    target = Target(args.layout, args.experts, args.text_only, args.layers, args.experts_kept, args.shard_size)
+    plan = convert(
+        args.source,
+        args.destination,
+        target,
+        workers=args.workers,
+        overwrite=args.overwrite,
+        allow_pickle=args.weights_only,
+        drop_foreign=args.drop_foreign,
+        progress=sys.stderr.isatty(),
+    )
+    tensors = sum(len(shard.tensors) for shard in plan.shards)
+    print(f"{args.destination}: {tensors:,} tensors, {plan.total_size:,} bytes in {len(plan.shards):,} files")
+    if (args.destination / REPORT).is_file():
+        print(f"rounding errors of each tensor are in {args.destination / REPORT}")
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", type=Path, metavar="A", help="folder of a checkpoint")
+    parser.add_argument("b", type=Path, metavar="B", help="folder of another one")
+    parser.add_argument("--tolerance", type=float, default=0.0, metavar="T", help="largest difference (default: 0)")
+    parser.add_argument("--text-only", action="store_true", help="compare the text models only")
+    parser.add_argument("--no-logits", action="store_true", help="compare tensors only")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the prompt (default: %(default)s)")
+
+
+def run_verify(args: argparse.Namespace) -> None:
+    result = verify(
+        args.a,
+        args.b,
+        tolerance=args.tolerance,
+        text_only=args.text_only,
+        logits=not args.no_logits,
+        seed=args.seed,
+        progress=sys.stderr.isatty(),
+    )
+    print(f"{result.equal:,} tensors are equal")
+    if result.close:
+        worst = max(result.close, key=result.close.get)
+        print(f"{len(result.close):,} are within {args.tolerance:g}, the worst {worst} by {result.close[worst]:.6g}")
+    print(f"logits: {result.logits}")
+    if not result.same:
+        print("\n".join(result.differences[:20]))
+        raise ConversionError(f"not the same model: {len(result.differences):,} differences")
+    print("the same model" + (f" within {args.tolerance:g}" if result.close else ""))
+
+
+def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="folder of a checkpoint; its index may be all there is"
+    )
+
+
+def run_inspect(args: argparse.Namespace) -> None:
+    print(table(take_inventory(args.folder)))
+
+
+# name: (help, declares the arguments, runs)
+COMMANDS = {
+    "convert": ("write a checkpoint in another form", add_convert_arguments, run_convert),
+    "verify": ("say whether two checkpoints are the same model", add_verify_arguments, run_verify),
+    "inspect": ("list what a checkpoint holds", add_inspect_arguments, run_inspect),
+}

@@ -1,0 +1,184 @@
+"""Do two folders hold the same model? `kimi-k3 verify`.
+
+Tensors are compared in their plain form, so layouts, fusions and shards do not matter. Packed and floating-point
+experts are compared by value.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+from tqdm import tqdm
+
+from ..kernels.mxfp4 import dequantize_mxfp4
+from ..modeling_kimi_k3 import KimiK3ForCausalLM
+from .source import Checkpoint, ConversionError, Stored, expected_tensors, open_checkpoint, pieces
+from .steps import VALUES
+
+# Fields of a text configuration that do not change what the model computes.
+_NOT_COMPUTED = {
+    "_name_or_path", "architectures", "auto_map", "dtype", "layer_types", "mlp_layer_types", "model_max_length",
+    "quantization_config", "torch_dtype", "transformers_version", "use_cache", "output_router_logits", "model_type",
+    "head_dim", "initializer_range", "rope_scaling", "rope_theta",
+}  # fmt: skip
+LOGITS_TOKENS = 64
+
+
+@dataclass
+class Comparison:
+    """Attributes:
+    equal: how many tensors have the same bytes, or the same values in different formats.
+    close: plain name -> largest absolute difference, of those within the tolerance.
+    differences: sentences; empty if the models are the same.
+    logits: what the comparison of logits found, or why there was none.
+    """
+
+    equal: int = 0
+    close: dict[str, float] = field(default_factory=dict)
+    differences: list[str] = field(default_factory=list)
+    logits: str = ""
+
+    @property
+    def same(self) -> bool:
+        return not self.differences
+
+
+def verify(
+    a: str | Path,
+    b: str | Path,
+    *,
+    tolerance: float = 0.0,
+    text_only: bool = False,
+    logits: bool = True,
+    seed: int = 0,
+    progress: bool = False,
+) -> Comparison:
+    """Compare two checkpoint folders in any form of the family.
+
+    Args:
+        tolerance: largest absolute difference of a value; 0 asks for the same values, the sign of zeros included.
+        text_only: leave vision towers and projectors out of the comparison.
+        logits: run both models on one seeded prompt where both fit into memory, in float32 on the CPU.
+
+    Raises:
+        ConversionError: if one of the folders is broken.
+    """
+    if not 0 <= tolerance < math.inf:
+        raise ConversionError(f"the tolerance must be a number of at least 0, not {tolerance}")
+    both = [open_checkpoint(folder) for folder in (a, b)]
+    result = Comparison()
+    _compare_configurations(*both, result)
+    tensors = [_values(checkpoint, text_only) for checkpoint in both]
+    for folder, here, there in ((b, *tensors), (a, *reversed(tensors))):
+        if lacking := [name for name in here if name not in there]:
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            result.differences.append(f"{folder} lacks {lacking[0]}{more}")
+    shared = [name for name in tensors[0] if name in tensors[1]]
+    for name in tqdm(shared, unit="tensor", disable=not progress):
+        _compare_tensor(name, *(each[name] for each in tensors), tolerance, result)
+    result.logits = _compare_logits(both, seed, tolerance, result) if logits else "not compared"
+    return result
+
+
+def _compare_configurations(a: Checkpoint, b: Checkpoint, result: Comparison) -> None:
+    values = [checkpoint.text_config.to_dict() for checkpoint in (a, b)]
+    for name in sorted({*values[0], *values[1]} - _NOT_COMPUTED):
+        one, other = (each.get(name) for each in values)
+        if one != other:
+            result.differences.append(f"{name} is {one!r} in {a.folder} and {other!r} in {b.folder}")
+
+
+_PAIR = re.compile(r"(\.experts\.\d+\.w[123]\.weight)_(packed|scale)$")
+
+
+def _values(checkpoint: Checkpoint, text_only: bool) -> dict[str, tuple[Stored, ...]]:
+    """Plain name of a matrix -> the tensors that hold it: one, or codes and scales."""
+    values = {}
+    for name, stored in checkpoint.tensors.items():
+        if text_only and name.startswith(("vision_tower.", "mm_projector.")):
+            continue
+        match = _PAIR.search(name)
+        if match is None:
+            values[name] = (stored,)
+        elif match[2] == "packed":
+            base = name.removesuffix("_packed")
+            values[base] = (stored, checkpoint.tensors[f"{base}_scale"])
+    return values
+
+
+def _shape(parts):
+    shape = parts[0].shape
+    return (*shape[:-1], shape[-1] * 2) if len(parts) == 2 else shape
+
+
+def _read(parts, start, stop):
+    tensors = [part.read(start, stop) for part in parts]
+    return dequantize_mxfp4(*tensors, torch.float64) if len(tensors) == 2 else tensors[0]
+
+
+def _compare_tensor(name, a, b, tolerance, result):
+    shape = _shape(a)
+    if shape != _shape(b):
+        result.differences.append(f"{name} has shape {list(shape)} and {list(_shape(b))}")
+        return
+    same_format = [part.dtype for part in a] == [part.dtype for part in b]
+    largest, wrong_zero = 0.0, False
+    rows = shape[0] if shape else 1
+    for start, stop in pieces(rows, max(1, VALUES // max(1, math.prod(shape[1:])))):
+        if same_format and all(
+            torch.equal(
+                x.read(start, stop).reshape(-1).view(torch.uint8), y.read(start, stop).reshape(-1).view(torch.uint8)
+            )
+            for x, y in zip(a, b, strict=True)
+        ):
+            continue
+        one, other = _read(a, start, stop).double(), _read(b, start, stop).double()
+        both_nan = one.isnan() & other.isnan()
+        error = torch.where((one == other) | both_nan, 0.0, (one - other).abs())
+        largest = max(largest, math.inf if error.isnan().any() else error.max().item())
+        wrong_zero |= bool((torch.signbit(one) != torch.signbit(other))[(one == 0) & (other == 0)].any())
+    if largest == 0 and (not wrong_zero or tolerance > 0):
+        result.equal += 1
+    elif largest <= tolerance:
+        result.close[name] = largest
+    elif largest == 0:
+        result.differences.append(f"{name} differs in the sign of zeros")
+    else:
+        result.differences.append(f"{name} differs by up to {largest:.6g}")
+
+
+# --- logits ----------------------------------------------------------------------------------------------------------
+
+
+def _compare_logits(both, seed, tolerance, result) -> str:
+    if not result.same:
+        return "not compared: the models differ"
+    needed = sum(4 * math.prod(_shape(parts)) for parts in _values(both[0], True).values())
+    available = psutil.virtual_memory().available
+    if 2 * needed > available:
+        return f"not compared: a float32 model takes {needed:,} bytes twice while it loads, {available:,} are free"
+    vocabulary = both[0].text_config.vocab_size
+    ids = torch.randint(0, vocabulary, (1, LOGITS_TOKENS), generator=torch.Generator().manual_seed(seed))
+    one, other = (_logits(checkpoint, ids) for checkpoint in both)
+    largest = (one - other).abs().max().item()
+    agree = (one.argmax(-1) == other.argmax(-1)).float().mean().item()
+    text = f"{LOGITS_TOKENS} tokens, seed {seed}: largest difference {largest:.3g}, same argmax at {agree:.1%}"
+    # Equal weights in different formats take different kernels, whose float32 sums round differently.
+    if tolerance == 0 and not largest <= 1e-3 * max(1.0, one.abs().max().item()):
+        result.differences.append(f"the logits of equal weights differ: {text}")
+    return text
+
+
+@torch.no_grad()
+def _logits(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [1, T, V] of the text model in float32."""
+    config = checkpoint.text_config
+    state = {}
+    for full_name in expected_tensors(config):
+        name = full_name.removeprefix("model.")
+        state[full_name] = checkpoint.tensors[name].read()
+    model = KimiK3ForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
+    return model.eval()(ids).logits
