@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..checkpoint_kimi_k3 import plain_name
-from .source import INDEX, expected_tensors, plain_tensors, read_config, read_json, stored_tensors
+from .source import INDEX, expected_tensors, plain_tensors, read_config, read_index, read_json, stored_tensors
 
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
 
@@ -29,7 +29,8 @@ class Inventory:
     missing: what the configuration asks for and the folder lacks, as plain names.
     foreign: what the folder holds and the configuration has no place for, under the names in the files.
     misshapen: sentences about tensors of another shape or kind than the configuration asks for.
-    index_only: the shards were not there; sizes are those that the configuration asks for.
+    absent: shards that the index names and the folder lacks.
+    index_only: no shard is there; sizes are those that the configuration asks for.
     total_size: as the index says, or None.
     """
 
@@ -39,6 +40,7 @@ class Inventory:
     missing: list[str]
     foreign: list[str]
     misshapen: list[str]
+    absent: list[str]
     index_only: bool
     total_size: int | None
 
@@ -77,8 +79,8 @@ PARTS = (
 def take_inventory(folder: Path) -> Inventory:
     """Read a folder's configuration, index and shard headers, and compare them.
 
-    A folder with an index and without shards is answered from the index: names are known, sizes are those that the
-    configuration asks for.
+    A folder with an index and without any shard is answered from the index: names are known, sizes are those that the
+    configuration asks for. If only some shards are there, the tensors of the others are missing.
 
     Raises:
         ConversionError: if there is no configuration that can be read, or a file is broken.
@@ -86,19 +88,24 @@ def take_inventory(folder: Path) -> Inventory:
     config = read_config(folder)
     text = config.get_text_config(decoder=True)
     expected = {plain_name(name): entry for name, entry in expected_tensors(config).items()}
-    total_size, index_only, misshapen = None, False, []
+    # read once: a configuration looks every attribute up in several tables, and there are half a million tensors
+    experts, layer_types = text.num_experts or 0, text.layer_types
+    total_size, index_only, absent, misshapen = None, False, [], []
     found: dict[str, tuple] = {}
-    if (folder / INDEX).is_file():
-        values = read_json(folder / INDEX)
-        total_size = (values.get("metadata") or {}).get("total_size")
-        index_only = not any((folder / name).is_file() for name in set((values.get("weight_map") or {}).values()))
-        if index_only:
-            found = {
-                plain_name(name): (name, *expected.get(plain_name(name), ("?", ()))) for name in values["weight_map"]
-            }
-    if not index_only:
-        for stored in stored_tensors(folder):
-            for name, part in plain_tensors(stored, text.num_experts or 0):
+    index = read_index(folder)
+    if index is not None:
+        total_size = (read_json(folder / INDEX).get("metadata") or {}).get("total_size")
+        files = sorted(set(index.values()))
+        absent = [name for name in files if not (folder / name).is_file()]
+        index_only = absent == files
+    if index_only:
+        for original in index:
+            name = plain_name(original)
+            found[name] = (original, *expected.get(name, ("U8", ())))
+    else:
+        present = {name: file for name, file in index.items() if file not in absent} if absent else index
+        for stored in stored_tensors(folder, present):
+            for name, part in plain_tensors(stored, experts):
                 found[name] = (stored.name, part.dtype, part.shape)
     parts = defaultdict(Part)
     foreign = []
@@ -111,10 +118,10 @@ def take_inventory(folder: Path) -> Inventory:
             misshapen.append(f"{original} is {dtype}, the configuration asks for {wanted_dtype}")
         elif shape != wanted_shape and not name.endswith(".A_log"):
             misshapen.append(f"{original} has shape {list(shape)}, the configuration asks for {list(wanted_shape)}")
-        part = parts[part_of(name, text.layer_types)]
+        part = parts[part_of(name, layer_types)]
         part.tensors += 1
         part.nbytes += _BYTES[dtype] * math.prod(shape)
-        part.parameters += _parameters(name, dtype, shape, text)
+        part.parameters += _parameters(name, dtype, shape)
         part.dtypes[dtype] += 1
     return Inventory(
         summary=_summary(config, text),
@@ -123,15 +130,14 @@ def take_inventory(folder: Path) -> Inventory:
         missing=[name for name in expected if name not in found],
         foreign=foreign,
         misshapen=misshapen,
+        absent=absent,
         index_only=index_only,
         total_size=total_size,
     )
 
 
-def _parameters(name, dtype, shape, text):
-    """Logical parameters: two to a packed byte, none in a scale, no padding of `A_log`."""
-    if name.endswith(".A_log"):
-        return text.linear_attn_config["num_heads"]
+def _parameters(name, dtype, shape):
+    """Logical parameters: two to a packed byte, none in a scale."""
     if dtype == "U8":
         return 2 * math.prod(shape) if name.endswith("_packed") else 0
     return math.prod(shape)
@@ -177,7 +183,9 @@ def table(inventory: Inventory) -> str:
     lines.append("")
     if inventory.index_only:
         lines.append("only the index is here, no shard: sizes and dtypes are those that the configuration asks for")
-    if inventory.total_size is not None and inventory.total_size != inventory.nbytes and not inventory.foreign:
+    elif inventory.absent:
+        lines.append(f"shards that are not here: {', '.join(inventory.absent)}")
+    elif inventory.total_size is not None and inventory.total_size != inventory.nbytes and not inventory.foreign:
         lines.append(f"the index says total_size {inventory.total_size:,}, the tensors are {inventory.nbytes:,} bytes")
     for title, names in (("missing", inventory.missing), ("foreign", inventory.foreign)):
         lines.append(f"{title}: {len(names):,}" + "".join(f"\n  {name}" for name in names[:10]))

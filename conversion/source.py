@@ -192,14 +192,26 @@ def expected_tensors(config: KimiK3Config | KimiK3TextConfig) -> dict[str, tuple
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def weight_files(folder: Path, allow_pickle: bool = False) -> list[Path]:
+def read_index(folder: Path) -> dict[str, str] | None:
+    """Tensor name -> file name of a folder's index; None if it has none."""
+    if not (folder / INDEX).is_file():
+        return None
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConversionError(f"{folder / INDEX} has no weight_map of tensor names to file names")
+    if outside := next((name for name in set(weight_map.values()) if Path(name).name != name), None):
+        raise ConversionError(f"{INDEX} names {outside!r}, which is not a file of the folder")
+    return weight_map
+
+
+def weight_files(folder: Path, index: dict[str, str] | None, allow_pickle: bool = False) -> list[Path]:
     """The files that hold a folder's weights.
 
     Raises:
         ConversionError: for a shard that is missing, or weights that only unpickling could read.
     """
-    if (folder / INDEX).is_file():
-        names = sorted(set(read_index(folder).values()))
+    if index is not None:
+        names = sorted(set(index.values()))
         for name in names:
             if not (folder / name).is_file():
                 raise ConversionError(f"{folder} lacks the shard {name}, which {INDEX} names")
@@ -220,37 +232,28 @@ def weight_files(folder: Path, allow_pickle: bool = False) -> list[Path]:
     return pickled
 
 
-def read_index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name of a folder's index."""
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ConversionError(f"{folder / INDEX} has no weight_map of tensor names to file names")
-    if outside := next((name for name in weight_map.values() if Path(name).name != name), None):
-        raise ConversionError(f"{INDEX} names {outside!r}, which is not a file of the folder")
-    return weight_map
-
-
-def stored_tensors(folder: Path, allow_pickle: bool = False) -> list[Stored]:
+def stored_tensors(folder: Path, index: dict[str, str] | None, allow_pickle: bool = False) -> list[Stored]:
     """Every tensor of a folder's weight files under its name there; headers only.
+
+    Args:
+        index: what `read_index` gave, or the part of it whose files are there.
 
     Raises:
         ConversionError: for a file that is cut off or broken, a tensor that is in two files, or an index that does not
             agree with the files.
     """
     tensors: dict[str, Stored] = {}
-    for path in weight_files(folder, allow_pickle):
+    for path in weight_files(folder, index, allow_pickle):
         for stored in read_pickle(path) if path.suffix != ".safetensors" else read_safetensors(path):
             if stored.name in tensors:
                 raise ConversionError(f"{stored.name} is in {tensors[stored.name].source.path.name} and in {path.name}")
             tensors[stored.name] = stored
-    if (folder / INDEX).is_file():
-        index = read_index(folder)
-        for name, file in index.items():
-            if name not in tensors or tensors[name].source.path.name != file:
-                raise ConversionError(f"{INDEX} says that {name} is in {file}, but it is not")
-        for name, stored in tensors.items():
-            if name not in index:
-                raise ConversionError(f"{stored.source.path.name} holds {name}, which {INDEX} does not list")
+    for name, file in (index or {}).items():
+        if name not in tensors or tensors[name].source.path.name != file:
+            raise ConversionError(f"{INDEX} says that {name} is in {file}, but it is not")
+    if index is not None and len(tensors) > len(index):
+        stored = next(stored for name, stored in tensors.items() if name not in index)
+        raise ConversionError(f"{stored.source.path.name} holds {stored.name}, which {INDEX} does not list")
     return list(tensors.values())
 
 
@@ -340,9 +343,10 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False, drop_
     config = read_config(folder)
     text_config = config.get_text_config(decoder=True)
     expected = {plain_name(name): (name, *entry) for name, entry in expected_tensors(config).items()}
+    experts = text_config.num_experts or 0
     tensors: dict[str, Stored] = {}
-    for stored in stored_tensors(folder, allow_pickle):
-        for name, part in plain_tensors(stored, text_config.num_experts or 0):
+    for stored in stored_tensors(folder, read_index(folder), allow_pickle):
+        for name, part in plain_tensors(stored, experts):
             if name in tensors:
                 raise ConversionError(f"{stored.name} and {tensors[name].name} are the same tensor of the model")
             tensors[name] = part
