@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..checkpoint_kimi_k3 import plain_name
-from .source import INDEX, expected_tensors, plain_tensors, read_config, read_index, read_json, stored_tensors
+from .source import (
+    INDEX,
+    expected_tensors,
+    plain_tensors,
+    read_config,
+    read_index,
+    read_json,
+    stored_tensors,
+    without_collector,
+)
 
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
 
@@ -76,6 +85,7 @@ PARTS = (
 )  # fmt: skip
 
 
+@without_collector
 def take_inventory(folder: Path) -> Inventory:
     """Read a folder's configuration, index and shard headers, and compare them.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ..checkpoint_kimi_k3 import plain_name
 from ..configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
-from .source import DTYPES, FUSED_CONVOLUTIONS, FUSED_EXPERTS, Checkpoint, ConversionError, Stored
+from .source import DTYPES, FUSED_CONVOLUTIONS, FUSED_EXPERTS, Checkpoint, ConversionError, Stored, without_collector
 from .source import expected_tensors as expected_of
 
 LAYOUTS = ("released", "flat", "native")
@@ -147,6 +147,7 @@ def _nbytes(entry: tuple[str, tuple[int, ...]]) -> int:
     return DTYPES[entry[0]].itemsize * math.prod(entry[1])
 
 
+@without_collector
 def make_plan(source: Checkpoint, target: Target) -> Plan:
     """Everything that converting `source` into `target` will do.
 

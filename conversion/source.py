@@ -10,6 +10,8 @@ Four forms of one model come apart into the same tensors, by their headers alone
 All forms lay rows one after the other, so each plain tensor is one contiguous range of bytes.
 """
 
+import functools
+import gc
 import json
 import math
 import os
@@ -34,6 +36,22 @@ from ..modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3ForConditionalGeneration
 
 class ConversionError(ValueError):
     """A checkpoint or a wish that cannot be converted; the text names the tensor, file or option."""
+
+
+def without_collector(function):
+    """`function` with Python's cycle collector off: it would walk half a million tensors again and again."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if enabled:
+                gc.enable()
+
+    return wrapper
 
 
 DTYPES = {
@@ -184,9 +202,12 @@ def expected_tensors(config: KimiK3Config | KimiK3TextConfig) -> dict[str, tuple
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            return released_tensors(model_class(config))
+            tensors = released_tensors(model_class(config))
     finally:
         torch.set_default_dtype(default)
+    if config.tie_word_embeddings:  # a file has one tensor for both
+        tensors = {name: entry for name, entry in tensors.items() if plain_name(name) != "lm_head.weight"}
+    return tensors
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -328,6 +349,7 @@ def plain_tensors(stored: Stored, experts: int) -> Iterator[tuple[str, Stored]]:
         yield name, stored
 
 
+@without_collector
 def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False, drop_foreign: bool = False) -> Checkpoint:
     """Find and check every tensor of a folder; of the data only `A_log` and a tied head's copy are read.
 

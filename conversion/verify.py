@@ -13,17 +13,14 @@ import psutil
 import torch
 from tqdm import tqdm
 
+from ..configuration_kimi_k3 import KimiK3TextConfig
 from ..kernels.mxfp4 import dequantize_mxfp4
 from ..modeling_kimi_k3 import KimiK3ForCausalLM
 from .source import Checkpoint, ConversionError, Stored, expected_tensors, open_checkpoint, pieces
 from .steps import VALUES
 
 # Fields of a text configuration that do not change what the model computes.
-_NOT_COMPUTED = {
-    "_name_or_path", "architectures", "auto_map", "dtype", "layer_types", "mlp_layer_types", "model_max_length",
-    "quantization_config", "torch_dtype", "transformers_version", "use_cache", "output_router_logits", "model_type",
-    "head_dim", "initializer_range", "rope_scaling", "rope_theta",
-}  # fmt: skip
+_NOT_COMPUTED = {"initializer_range", "output_router_logits", "use_cache"}
 LOGITS_TOKENS = 64
 
 
@@ -84,9 +81,8 @@ def verify(
 
 
 def _compare_configurations(a: Checkpoint, b: Checkpoint, result: Comparison) -> None:
-    values = [checkpoint.text_config.to_dict() for checkpoint in (a, b)]
-    for name in sorted({*values[0], *values[1]} - _NOT_COMPUTED):
-        one, other = (each.get(name) for each in values)
+    for name in sorted(set(KimiK3TextConfig.__annotations__) - _NOT_COMPUTED - {"model_type", "attribute_map"}):
+        one, other = (getattr(checkpoint.text_config, name, None) for checkpoint in (a, b))
         if one != other:
             result.differences.append(f"{name} is {one!r} in {a.folder} and {other!r} in {b.folder}")
 

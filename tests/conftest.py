@@ -1,5 +1,6 @@
 """Shared fixtures."""
 
+import json
 import os
 from pathlib import Path
 
@@ -15,3 +16,32 @@ if not torch.cuda.is_available():
 def data_dir() -> Path:
     """Folder of the golden checkpoints and published files (its README says where they come from)."""
     return Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def released_table(data_dir):
+    """name -> (dtype, shape) of the 497,220 tensors of the released model, from the table of name patterns."""
+    from kimi_k3 import KimiK3TextConfig
+
+    config = KimiK3TextConfig()
+    of_type = {
+        kind: [i for i, t in enumerate(config.layer_types) if t == name]
+        for kind, name in (("kda", "linear_attention"), ("mla", "full_attention"))
+    }
+    tensors = {}
+    for row in json.loads((data_dir / "tensors_kimi_k3.json").read_text())["tensors_by_pattern"]:
+        name, where = row["name"], row["layers"]
+        layers = of_type["kda"] if where.startswith("kda") else of_type["mla"] if where.startswith("mla") else None
+        if layers is None:
+            layers = {"0-92": range(93), "0": [0]}.get(where, range(1, 93) if where.startswith("1-92") else [None])
+        experts = range(896) if "{E}" in name else [None]
+        blocks = range(27) if "{B}" in name else [None]
+        rows = {
+            name.replace("{L}", str(layer)).replace("{E}", str(expert)).replace("{B}", str(block))
+            for layer in layers
+            for expert in experts
+            for block in blocks
+        }
+        assert len(rows) == row["count"], name
+        tensors.update(dict.fromkeys(rows, (row["dtype"], tuple(row["shape"]))))
+    return tensors

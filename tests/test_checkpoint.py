@@ -561,33 +561,7 @@ def test_text_only_dense_config_builds_and_generates(data_dir):
 # --- the released model
 
 
-def released_table(data_dir):
-    """name -> (dtype, shape) of the 497,220 tensors of the released model, from the table of name patterns."""
-    config = KimiK3TextConfig()
-    of_type = {
-        kind: [i for i, t in enumerate(config.layer_types) if t == name]
-        for kind, name in (("kda", "linear_attention"), ("mla", "full_attention"))
-    }
-    tensors = {}
-    for row in json.loads((data_dir / "tensors_kimi_k3.json").read_text())["tensors_by_pattern"]:
-        name, where = row["name"], row["layers"]
-        layers = of_type["kda"] if where.startswith("kda") else of_type["mla"] if where.startswith("mla") else None
-        if layers is None:
-            layers = {"0-92": range(93), "0": [0]}.get(where, range(1, 93) if where.startswith("1-92") else [None])
-        experts = range(896) if "{E}" in name else [None]
-        blocks = range(27) if "{B}" in name else [None]
-        rows = {
-            name.replace("{L}", str(layer)).replace("{E}", str(expert)).replace("{B}", str(block))
-            for layer in layers
-            for expert in experts
-            for block in blocks
-        }
-        assert len(rows) == row["count"], name
-        tensors.update(dict.fromkeys(rows, (row["dtype"], tuple(row["shape"]))))
-    return tensors
-
-
-def test_every_tensor_of_the_released_model_has_its_place(data_dir):
+def test_every_tensor_of_the_released_model_has_its_place(data_dir, released_table):
     """497,220 names with shape and dtype, 1,560,860,324,864 bytes, on the meta device; vision weights included."""
     config = KimiK3Config.from_pretrained(data_dir / "config_kimi_k3.json")
     torch.set_default_dtype(torch.bfloat16)
@@ -596,7 +570,7 @@ def test_every_tensor_of_the_released_model_has_its_place(data_dir):
             model = KimiK3ForConditionalGeneration(config)
     finally:
         torch.set_default_dtype(torch.float32)
-    ours, released = released_tensors(model), released_table(data_dir)
+    ours, released = released_tensors(model), released_table
     assert ours.keys() == released.keys()
     assert ours == released
     assert len(ours) == 497_220

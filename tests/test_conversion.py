@@ -1,0 +1,453 @@
+"""Conversion: every form of a checkpoint into every other, byte for byte where the formats allow it."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from kimi_k3 import KimiK3ForCausalLM
+from kimi_k3.conversion import ConversionError, Target, convert, open_checkpoint
+from kimi_k3.conversion.inventory import take_inventory
+from kimi_k3.conversion.verify import verify
+from kimi_k3.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+
+FOLDERS = ["k3_tiny_mxfp4", "k3_dense_flat", "kimi_linear_flat", "k3_vision/small_signal"]
+EXPERTS = "language_model.model.layers.2.block_sparse_moe.experts."
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+# name: what to ask for; the first is the form of the released files
+FORMS = {
+    "released": Target(),
+    "flat": Target(layout="flat", text_only=True),
+    "native": Target(layout="native"),
+    "bf16": Target(experts="bf16"),
+    "fp32": Target(experts="fp32"),
+    "flat-fp32": Target(layout="flat", text_only=True, experts="fp32"),
+    "shards": Target(shard_size=60_000),
+}
+FORMS_OF = {
+    "k3_tiny_mxfp4": ("released", "flat", "bf16", "fp32", "flat-fp32", "shards"),
+    "k3_dense_flat": ("released", "flat", "shards"),
+    "kimi_linear_flat": ("released", "flat", "native", "fp32", "flat-fp32", "shards"),
+}
+# what brings the experts back to how the golden checkpoint stores them
+STORED_AS = {"k3_tiny_mxfp4": "mxfp4", "k3_dense_flat": None, "kimi_linear_flat": "bf16"}
+
+
+@pytest.fixture
+def variant(data_dir, tmp_path):
+    """Function (folder, tensors=None, config=None) -> a copy of a golden checkpoint, edited by the two functions."""
+
+    def make(folder, tensors=None, config=None):
+        target = tmp_path / "source"
+        target.mkdir()
+        values = json.loads((data_dir / folder / "config.json").read_text())
+        weights = load_file(data_dir / folder / WEIGHTS)
+        if tensors is not None:
+            tensors(weights)
+        if config is not None:
+            config(values)
+        save_file(weights, target / WEIGHTS, metadata={"format": "pt"})
+        (target / "config.json").write_text(json.dumps(values))
+        return target
+
+    return make
+
+
+def content(folder):
+    """File name -> bytes."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def convert_chain(source, tmp_path, *targets):
+    for number, target in enumerate(targets):
+        destination = tmp_path / f"step{number}"
+        convert(source, destination, target)
+        source = destination
+    return source
+
+
+# --- round trips -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "folder, one, other",
+    [(folder, *pair) for folder, forms in FORMS_OF.items() for pair in itertools.permutations(forms, 2)],
+)
+def test_every_pair_of_forms_returns_byte_for_byte(folder, one, other, data_dir, tmp_path):
+    """Faults 109, 115, 118: through two forms and back, the weights file is the one that came in."""
+    back = Target(layout="flat" if folder == "k3_dense_flat" else "released", experts=STORED_AS[folder])
+    end = convert_chain(data_dir / folder, tmp_path, FORMS[one], FORMS[other], back)
+    assert (end / WEIGHTS).read_bytes() == (data_dir / folder / WEIGHTS).read_bytes()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_same_form_is_the_same_folder(folder, data_dir, tmp_path):
+    """The configuration's bytes too; only what lies beside a checkpoint and is no weight of it may differ."""
+    target = Target(layout="flat" if folder == "k3_dense_flat" else "released")
+    convert(data_dir / folder, tmp_path / "same", target)
+    for name in ("config.json", WEIGHTS):
+        assert (tmp_path / "same" / name).read_bytes() == (data_dir / folder / name).read_bytes(), name
+    assert verify(data_dir / folder, tmp_path / "same").same
+
+
+def test_files_beside_the_weights_go_along(data_dir, tmp_path):
+    convert(data_dir.parent.parent / "checkpoints" / "small", tmp_path / "new")
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", WEIGHTS} <= names
+
+
+def test_two_workers_and_eight_write_the_same(data_dir, tmp_path):
+    for workers in (1, 2, 8):
+        convert(data_dir / "k3_tiny_mxfp4", tmp_path / str(workers), Target(experts="bf16"), workers=workers)
+    assert content(tmp_path / "1") == content(tmp_path / "2") == content(tmp_path / "8")
+
+
+def test_the_index_is_exact(data_dir, tmp_path):
+    convert(data_dir / "k3_tiny_mxfp4", tmp_path / "shards", Target(shard_size=60_000))
+    index = json.loads((tmp_path / "shards" / INDEX).read_text())
+    assert len(set(index["weight_map"].values())) > 8
+    size = 0
+    for name in sorted(set(index["weight_map"].values())):
+        tensors = load_file(tmp_path / "shards" / name)
+        assert {key for key, file in index["weight_map"].items() if file == name} == set(tensors)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 60_000
+    assert index["metadata"]["total_size"] == size == 715_392
+
+
+# --- other programs --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_native_class_gives_the_golden_logits(data_dir, tmp_path):
+    """The converted folder in transformers' own class; its file is the one that this class saves itself."""
+    from transformers.models.kimi_linear import KimiLinearForCausalLM
+
+    convert(data_dir / "kimi_linear_flat", tmp_path / "native", Target(layout="native"))
+    golden = load_file(data_dir / "kimi_linear_flat" / "golden.safetensors")
+    model, info = KimiLinearForCausalLM.from_pretrained(
+        tmp_path / "native", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values())
+    torch.testing.assert_close(model(golden["input_ids"]).logits, golden["logits"], atol=1e-3, rtol=0)
+    converted = load_file(tmp_path / "native" / WEIGHTS)
+    state = model.state_dict()
+    assert converted.keys() == state.keys()
+    assert all(torch.equal(converted[name].float(), state[name]) for name in state)
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["released-names", "fused"])
+def test_what_the_native_class_saved_comes_back(original, data_dir, tmp_path):
+    from transformers.models.kimi_linear import KimiLinearForCausalLM
+
+    model = KimiLinearForCausalLM.from_pretrained(data_dir / "kimi_linear_flat", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved", save_original_format=original)
+    names = set(load_file(tmp_path / "saved" / WEIGHTS))
+    assert ("model.layers.0.self_attn.conv1d.weight" in names) != original
+    convert(tmp_path / "saved", tmp_path / "ours")
+    result = verify(tmp_path / "ours", data_dir / "kimi_linear_flat")
+    assert result.same and result.equal == 187, result.differences
+    assert verify(tmp_path / "saved", data_dir / "kimi_linear_flat").same
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert type(again) is KimiK3ForCausalLM and not any(info.values())
+
+
+@pytest.mark.parametrize("folder", FORMS_OF)
+def test_what_our_class_saved_in_its_own_form_comes_back(folder, data_dir, tmp_path):
+    """Stacked experts, packed ones too, and `A_log` without its zeros."""
+    model = AutoModelForCausalLM.from_pretrained(data_dir / folder)
+    model.save_pretrained(tmp_path / "saved", save_original_format=False)
+    target = Target(layout="flat" if folder == "k3_dense_flat" else "released")
+    convert(tmp_path / "saved", tmp_path / "ours", target)
+    assert (tmp_path / "ours" / WEIGHTS).read_bytes() == (data_dir / folder / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("form", ["flat", "fp32", "flat-fp32", "shards"])
+@torch.no_grad()
+def test_converted_folders_give_the_golden_logits(form, data_dir, tmp_path):
+    """Fault 112: experts as plain float32 parameters too."""
+    convert(data_dir / "k3_tiny_mxfp4", tmp_path / "new", FORMS[form])
+    golden = load_file(data_dir / "k3_tiny_mxfp4" / "golden.safetensors")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values())
+    torch.testing.assert_close(model(golden["input_ids"]).logits, golden["logits"], atol=1e-3, rtol=0)
+
+
+def test_a_flat_dense_model_becomes_a_nested_one(data_dir, tmp_path):
+    """Fault 118: both forms load, to the same logits."""
+    convert(data_dir / "k3_dense_flat", tmp_path / "nested")
+    config = json.loads((tmp_path / "nested" / "config.json").read_text())
+    assert config["model_type"] == "kimi_k3" and config["text_config"]["model_type"] == "kimi_linear"
+    assert config["architectures"] == ["KimiK3ForConditionalGeneration"]
+    ids = torch.arange(10, 40)[None]
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+        for folder in (data_dir / "k3_dense_flat", tmp_path / "nested")
+    )
+    assert torch.equal(one, other)
+
+
+# --- adversarial values ----------------------------------------------------------------------------------------------
+
+
+def fill_adversarially(weights):
+    """Every float tensor gets every bit pattern there is, packed ones every code under every scale byte."""
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in weights.items():
+        raw = torch.randint(0, 256, (tensor.nbytes,), dtype=torch.uint8, generator=generator)
+        if name.endswith("weight_scale"):
+            raw[: min(4, len(raw))] = torch.tensor([0, 1, 254, 255], dtype=torch.uint8)[: len(raw)]
+        if name.endswith("A_log"):  # its tail must stay zero
+            heads = int(tensor.count_nonzero())
+            tensor.flatten()[:heads] = torch.tensor([-0.0, float("nan"), 1e-45, float("inf")])[:heads]
+            continue
+        weights[name] = raw.view(tensor.dtype).view(tensor.shape)
+
+
+@pytest.mark.parametrize(
+    "folder, through",
+    [
+        ("k3_tiny_mxfp4", "flat"),
+        ("k3_tiny_mxfp4", "shards"),
+        ("kimi_linear_flat", "native"),
+        ("k3_dense_flat", "shards"),
+    ],
+)
+def test_any_bits_are_moved_unchanged(folder, through, variant, tmp_path):
+    """Subnormal numbers, -0, infinities, NaN payloads, scale bytes 0, 1, 254 and 255."""
+    source = variant(folder, fill_adversarially)
+    back = Target(layout="flat" if folder == "k3_dense_flat" else "released")
+    end = convert_chain(source, tmp_path, FORMS[through], back)
+    assert (end / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
+    assert verify(source, tmp_path / "step0", logits=False).same
+
+
+@pytest.mark.parametrize("folder", ["k3_tiny_mxfp4", "kimi_linear_flat"])
+def test_tied_embeddings(folder, variant, tmp_path):
+    """A tied head has no tensor; one that is there and equal is left out, one that differs is refused."""
+
+    def tie(values):
+        for section in (values, values.get("text_config", values)):
+            section["tie_word_embeddings"] = True
+
+    def head(weights, change=0.0):
+        prefix = "language_model." if folder == "k3_tiny_mxfp4" else ""
+        weights[f"{prefix}lm_head.weight"] = weights[f"{prefix}model.embed_tokens.weight"].clone() + change
+
+    source = variant(folder, head, tie)
+    end = convert_chain(source, tmp_path, FORMS["flat"], FORMS["released"])
+    names = set(load_file(end / WEIGHTS))
+    assert not any("lm_head" in name for name in names)
+    model, info = AutoModelForCausalLM.from_pretrained(end, output_loading_info=True)
+    assert not any(info.values())
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    shutil.rmtree(source)
+    with pytest.raises(ConversionError, match=r"tie_word_embeddings is true, but .*lm_head\.weight differs"):
+        convert(variant(folder, lambda weights: head(weights, 1.0), tie), tmp_path / "no")
+    assert not (tmp_path / "no").exists() and not (tmp_path / "no.partial").exists()
+
+
+# --- MXFP4 -----------------------------------------------------------------------------------------------------------
+
+
+def test_packed_bytes_come_back_from_their_values():
+    """Faults 84, 109: every scale byte that float32 can decode, every code beside a largest one of 4 or 6, -0 too."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(2)
+    for largest in (6, 7):
+        row = torch.where((codes & 7) > largest, codes & 8, codes)
+        packed = (row[0::2] | (row[1::2] << 4)).repeat(253, 1)
+        scale = torch.arange(253, dtype=torch.uint8)[:, None]
+        again, scale_again = quantize_mxfp4(dequantize_mxfp4(packed, scale, torch.float32))
+        assert torch.equal(scale_again, scale) and torch.equal(again, packed)
+
+
+def test_every_golden_byte_comes_back(data_dir):
+    weights = load_file(data_dir / "k3_tiny_mxfp4" / WEIGHTS)
+    names = [name for name in weights if name.endswith("weight_packed")]
+    assert len(names) == 144
+    for name in names:
+        packed, scale = weights[name], weights[name.replace("_packed", "_scale")]
+        again, scale_again = quantize_mxfp4(dequantize_mxfp4(packed, scale, torch.bfloat16))
+        assert torch.equal(again, packed) and torch.equal(scale_again, scale), name
+
+
+def test_rounding_is_reported_for_each_tensor(data_dir, tmp_path):
+    """RMS and largest error against float64, and none where nothing is rounded."""
+    convert(data_dir / "kimi_linear_flat", tmp_path / "packed", Target(experts="mxfp4"))
+    report = json.loads((tmp_path / "packed" / "rounding.json").read_text())
+    assert len(report) == 4 * 8 * 3
+    before, after = (load_file(folder / WEIGHTS) for folder in (data_dir / "kimi_linear_flat", tmp_path / "packed"))
+    name = "layers.3.block_sparse_moe.experts.5.w2.weight"
+    stored = dequantize_mxfp4(*(after[f"model.{name}_{kind}"] for kind in ("packed", "scale")), torch.float64)
+    error = before[f"model.{name}"].double() - stored
+    assert report[name]["rms"] == pytest.approx(error.square().mean().sqrt().item())
+    assert report[name]["max"] == error.abs().max().item() > 0
+    assert report[name]["relative"] == pytest.approx((error.norm() / before[f"model.{name}"].double().norm()).item())
+    convert(tmp_path / "packed", tmp_path / "wide", Target(experts="bf16"))
+    assert not (tmp_path / "wide" / "rounding.json").exists(), "decoding MXFP4 is exact"
+    convert(tmp_path / "wide", tmp_path / "again", Target(experts="mxfp4"))
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (tmp_path / "packed" / WEIGHTS).read_bytes()
+    assert {each["max"] for each in json.loads((tmp_path / "again" / "rounding.json").read_text()).values()} == {0}
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    assert not any(info.values()) and model.config.expert_quantization is not None
+
+
+@pytest.mark.parametrize("byte, code", [(255, 1), (254, 4), (253, 6)])
+def test_scales_beyond_floating_point_are_refused_by_name(byte, code, variant, tmp_path):
+    def edit(weights):
+        weights[f"{EXPERTS}3.w1.weight_packed"][0, 0] = code
+        weights[f"{EXPERTS}3.w1.weight_scale"][0, 0] = byte
+
+    source = variant("k3_tiny_mxfp4", edit)
+    with pytest.raises(ConversionError, match=r"layers\.2\.block_sparse_moe\.experts\.3\.w1\.weight has scale bytes"):
+        convert(source, tmp_path / "new", Target(experts="bf16"))
+    assert not (tmp_path / "new").exists()
+    convert(source, tmp_path / "packed", Target(layout="flat"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_mxfp4_cannot_hold_is_refused_by_name(value, variant, tmp_path):
+    def edit(weights):
+        weights["model.layers.1.block_sparse_moe.experts.0.w2.weight"][3, 4] = value
+
+    with pytest.raises(ConversionError, match=r"layers\.1\.block_sparse_moe\.experts\.0\.w2\.weight has values"):
+        convert(variant("kimi_linear_flat", edit), tmp_path / "new", Target(experts="mxfp4"))
+    assert not (tmp_path / "new").exists()
+
+
+# --- parts of a model ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_fewer_layers_and_experts(data_dir, tmp_path):
+    """The pattern and the blocks stay; the small model is the beginning of the large one."""
+    convert(data_dir / "k3_tiny_mxfp4", tmp_path / "cut", Target(layers=(0, 3), experts_kept=4))
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "cut", output_loading_info=True)
+    text = model.config.text_config
+    assert not any(info.values())
+    assert text.linear_attn_config["kda_layers"] == [1, 2, 3] and text.linear_attn_config["full_attn_layers"] == [4]
+    assert (text.num_experts, text.attn_res_block_size, text.first_k_dense_replace) == (4, 3, 1)
+    before, after = (load_file(folder / WEIGHTS) for folder in (data_dir / "k3_tiny_mxfp4", tmp_path / "cut"))
+    router = "language_model.model.layers.3.block_sparse_moe.gate.weight"
+    assert torch.equal(after[router], before[router][:4])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items() if ".gate." not in name)
+    ids = torch.arange(10, 30)[None]
+    convert(data_dir / "k3_tiny_mxfp4", tmp_path / "layers", Target(layers=(0, 3)))
+    whole, cut = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for folder in (data_dir / "k3_tiny_mxfp4", tmp_path / "layers")
+    )
+    reads = [each(ids, output_hidden_states=True).hidden_states for each in (whole, cut)]
+    assert all(torch.equal(a, b) for a, b in zip(reads[0][:4], reads[1][:4], strict=True))
+
+
+def test_layers_from_the_middle(data_dir, tmp_path):
+    convert(data_dir / "k3_tiny_mxfp4", tmp_path / "cut", Target(layers=(3, 5)))
+    config = open_checkpoint(tmp_path / "cut").text_config
+    assert config.layer_types == ["full_attention", "linear_attention", "linear_attention"]
+    assert config.mlp_layer_types == ["sparse"] * 3
+    before, after = (load_file(folder / WEIGHTS) for folder in (data_dir / "k3_tiny_mxfp4", tmp_path / "cut"))
+    name = "language_model.model.layers.{}.self_attn.q_proj.weight"
+    assert torch.equal(after[name.format(1)], before[name.format(4)])
+
+
+@pytest.mark.parametrize(
+    "folder, target, message",
+    [
+        ("k3_tiny_mxfp4", Target(layers=(2, 4)), "blocks of Attention Residuals are 3 layers"),
+        ("k3_tiny_mxfp4", Target(layers=(0, 7)), "the model has layers 0 to 6"),
+        ("k3_tiny_mxfp4", Target(experts_kept=2), "a token uses 3 experts"),
+        ("k3_tiny_mxfp4", Target(experts_kept=9), "the model has 8 routed experts"),
+        ("k3_dense_flat", Target(experts_kept=1), "the model has 0 routed experts"),
+        ("k3_dense_flat", Target(experts="mxfp4"), "has no routed experts"),
+        ("k3_tiny_mxfp4", Target(layout="native"), "no place for Attention Residuals .*packed experts"),
+        ("k3_vision/small_signal", Target(layout="flat"), "--text-only"),
+        ("k3_tiny_mxfp4", Target(layout="gguf"), "not one of released, flat, native"),
+        ("k3_tiny_mxfp4", Target(experts="int8"), "not one of bf16, fp32, mxfp4"),
+        ("k3_tiny_mxfp4", Target(shard_size=0), "must be positive"),
+    ],
+)
+def test_wishes_that_do_not_fit_are_refused_with_the_reason(folder, target, message, data_dir, tmp_path):
+    with pytest.raises(ConversionError, match=message):
+        convert(data_dir / folder, tmp_path / "new", target)
+    assert not list(tmp_path.iterdir())
+
+
+# --- verify and inspect ----------------------------------------------------------------------------------------------
+
+
+def test_verify_finds_every_kind_of_difference(data_dir, variant):
+    golden = data_dir / "k3_tiny_mxfp4"
+
+    def edit(weights):
+        weights["language_model.model.norm.weight"][5] = 64
+        weights["language_model.model.layers.1.self_attn.A_log"][2] = -0.0
+        weights[f"{EXPERTS}0.w1.weight_packed"][0, 0] ^= 1
+
+    def config(values):
+        values["text_config"]["rms_norm_eps"] = 1e-6
+
+    source = variant("k3_tiny_mxfp4", edit, config)
+    zero = load_file(golden / WEIGHTS)["language_model.model.layers.1.self_attn.A_log"][2].item()
+    result = verify(golden, source)
+    assert not result.same and result.logits.startswith("not compared")
+    found = "\n".join(result.differences)
+    assert "rms_norm_eps is 1e-05" in found and "\nnorm.weight differs by up to 6" in found
+    assert "layers.1.self_attn.A_log differs" in found or zero == 0
+    assert "layers.2.block_sparse_moe.experts.0.w1.weight differs by up to" in found
+    assert len(result.differences) == 4
+    assert len(verify(golden, source, tolerance=100.0, logits=False).differences) == 1, "the configuration's"
+
+
+def test_verify_compares_logits_of_packed_and_plain_experts(data_dir, tmp_path):
+    convert(data_dir / "k3_tiny_mxfp4", tmp_path / "plain", Target(experts="bf16"))
+    result = verify(data_dir / "k3_tiny_mxfp4", tmp_path / "plain")
+    assert result.same and result.equal == 328 and "same argmax at 100.0%" in result.logits
+
+
+def test_verify_wants_both_parts_of_a_multimodal_model(data_dir, tmp_path):
+    convert(data_dir / "k3_vision/small_signal", tmp_path / "text", FORMS["flat"])
+    result = verify(data_dir / "k3_vision/small_signal", tmp_path / "text", logits=False)
+    assert len(result.differences) == 1 and "lacks " in result.differences[0] and "23 more" in result.differences[0]
+    assert verify(data_dir / "k3_vision/small_signal", tmp_path / "text", text_only=True, logits=False).same
+
+
+def test_inspect_counts_what_is_there(data_dir):
+    inventory = take_inventory(data_dir / "k3_tiny_mxfp4")
+    assert (inventory.tensors, inventory.nbytes) == (472, 715_392)
+    assert inventory.parts["routed experts"].tensors == 6 * 8 * 3 * 2
+    assert inventory.parts["routed experts"].parameters == 6 * 8 * 3 * 32 * 32
+    assert not inventory.missing and not inventory.foreign and not inventory.misshapen
+
+
+def test_inspect_names_what_is_missing_foreign_or_misshapen(variant):
+    def edit(weights):
+        del weights["model.norm.weight"]
+        weights["model.layers.0.rotary_emb.inv_freq"] = torch.ones(4)
+        weights["lm_head.weight"] = torch.ones(3, 64)
+
+    inventory = take_inventory(variant("kimi_linear_flat", edit))
+    assert inventory.missing == ["norm.weight"]
+    assert inventory.foreign == ["model.layers.0.rotary_emb.inv_freq"]
+    assert inventory.misshapen == ["lm_head.weight has shape [3, 64], the configuration asks for [160, 64]"]
+
+
+def test_inspect_of_the_released_model_from_its_index(released_table, data_dir, tmp_path):
+    """497,220 names, no shard: 1,560,860,324,864 bytes and 2,779,931,837,184 parameters."""
+    shutil.copyfile(data_dir / "config_kimi_k3.json", tmp_path / "config.json")
+    index = {
+        "metadata": {"total_size": 1_560_860_324_864},
+        "weight_map": dict.fromkeys(released_table, "model-1.safetensors"),
+    }
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    inventory = take_inventory(tmp_path)
+    assert inventory.index_only and inventory.tensors == 497_220
+    assert inventory.nbytes == inventory.total_size
+    assert sum(part.parameters for part in inventory.parts.values()) == 2_779_931_837_184
+    assert not inventory.missing and not inventory.foreign
