@@ -49,24 +49,29 @@ def convert(
     """
     target = target or Target()
     source, destination = Path(source), Path(destination)
+    work = Path(f"{destination}.partial")
     workers = min(8, os.cpu_count() or 1) if workers is None else workers
     if workers < 1:
         raise ConversionError(f"workers must be at least 1, not {workers}")
-    _check_place(source, destination, overwrite)
+    # killed between the last rename and the end: all that is left is to tidy up
+    finished = destination.is_dir() and (work / "state.json").is_file() and not (work / "files").exists()
+    _check_place(source, destination, overwrite or finished)
     checkpoint = open_checkpoint(source, allow_pickle, drop_foreign)
     plan = make_plan(checkpoint, target)
-    work = Path(f"{destination}.partial")
-    state = {"options": repr(target), "source": _source_state(checkpoint), "target": _digest(plan)}
+    digest, header_bytes = _digest(plan)
+    state = {"options": repr(target), "source": _source_state(checkpoint), "target": digest}
     side_files = _side_files(checkpoint, plan)
     _check_resumable(work, state)
-    _check_space(work, destination, plan, side_files)
+    if finished:
+        _tidy(work)
+        return plan
+    _check_space(work, destination, plan.total_size + header_bytes, plan, side_files)
 
     files = work / "files"
     files.mkdir(parents=True, exist_ok=True)
     with _only_one(work):
         _write_text(work / "state.json", json.dumps(state))
-        total = sum(shard.nbytes for shard in plan.shards)
-        with tqdm(total=total, unit="B", unit_scale=True, disable=not progress) as bar:
+        with tqdm(total=plan.total_size, unit="B", unit_scale=True, disable=not progress) as bar:
             for shard in plan.shards:
                 _write_shard(shard, files, workers, bar)
         _finish(checkpoint, plan, side_files, files)
@@ -94,16 +99,19 @@ def _source_state(checkpoint: Checkpoint) -> list:
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
 
-def _digest(plan: Plan) -> str:
-    digest = hashlib.sha256(json.dumps(plan.config).encode())
+def _digest(plan: Plan) -> tuple[str, int]:
+    """What the plan writes, and how many bytes of it are headers."""
+    digest, header_bytes = hashlib.sha256(json.dumps(plan.config).encode()), 0
     for shard in plan.shards:
-        digest.update(shard.name.encode() + shard.layout()[0])
-    return digest.hexdigest()
+        head, _ = shard.layout()
+        digest.update(shard.name.encode() + head)
+        header_bytes += len(head)
+    return digest.hexdigest(), header_bytes
 
 
 def _check_resumable(work, state):
     if not (work / "state.json").is_file():
-        if work.exists() and any(work.iterdir()):
+        if work.exists() and {path.name for path in work.iterdir()} - {"files", "lock", "state.json.tmp"}:
             raise ConversionError(f"{work} is not the work of a conversion: move it away")
         return
     try:
@@ -117,15 +125,14 @@ def _check_resumable(work, state):
             )
 
 
-def _check_space(work, destination, plan, side_files):
+def _check_space(work, destination, shard_bytes, plan, side_files):
     place = destination.absolute().parent
     while not place.exists():
         place = place.parent
     # blocks and not sizes: the shard in work has its full size from the start
     there = sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file()) if work.exists() else 0
-    headers = sum(len(shard.layout()[0]) for shard in plan.shards)
-    index = 200 * sum(len(shard.tensors) for shard in plan.shards)
-    needed = plan.total_size + headers + index + sum(path.stat().st_size for path in side_files) - there
+    index = len(json.dumps(plan.index(), indent=2)) if len(plan.shards) > 1 else 0
+    needed = shard_bytes + index + sum(path.stat().st_size for path in side_files) - there
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ConversionError(f"{place} has {free:,} bytes free, and {needed:,} are needed")
@@ -174,7 +181,7 @@ def _write_shard(shard: Shard, files: Path, workers: int, bar) -> None:
     finally:
         os.close(descriptor)
     if rounding:
-        _write_text(path.with_suffix(".rounding"), json.dumps(rounding))
+        _write_text(files.parent / f"{shard.name}.rounding", json.dumps(rounding))
     unfinished.replace(path)
     _sync_folder(files)
 
@@ -206,7 +213,7 @@ def _finish(checkpoint, plan, side_files, files):
         _sync(files / "config.json")
     else:
         _write_text(files / "config.json", json.dumps(plan.config, indent=2, sort_keys=True) + "\n")
-    reports = sorted(files.glob("*.rounding"))
+    reports = sorted(files.parent.glob("*.rounding"))
     if reports:
         rounding = {name: report for path in reports for name, report in json.loads(path.read_text()).items()}
         _write_text(files / REPORT, json.dumps(rounding, indent=1) + "\n")
@@ -217,14 +224,21 @@ def _finish(checkpoint, plan, side_files, files):
 def _put_in_place(work, destination):
     """One rename makes the folder. The leavings of a kill between any two lines are dealt with by the next call."""
     files = work / "files"
-    for report in files.glob("*.rounding"):
-        report.unlink()
     _sync_folder(files)
     if destination.exists():
         destination.replace(work / "replaced")
     files.replace(destination)
     _sync_folder(destination.absolute().parent)
-    shutil.rmtree(work)
+    _tidy(work)
+
+
+def _tidy(work):
+    """Remove the work folder; the state goes last, since it tells the next call that all is done."""
+    if (work / "replaced").exists():
+        shutil.rmtree(work / "replaced")
+    for path in [*work.glob("*.rounding"), work / "lock", work / "state.json"]:
+        path.unlink(missing_ok=True)
+    work.rmdir()
 
 
 def _write_text(path: Path, text: str) -> None:
