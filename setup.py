@@ -43,6 +43,8 @@ setup(
         "train": ["datasets", "peft>=0.21", "tqdm"],
         "eval": ["lm-eval>=0.4.13"],
         "plots": ["matplotlib"],
+        # tests/test_gguf.py, which also needs llama.cpp's source and is skipped without it
+        "gguf": ["gguf", "xllamacpp"],
         "test": [
             "datasets",
             "hypothesis",

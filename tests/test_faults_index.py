@@ -26,7 +26,6 @@ NO_CASE = {
     22: "the same: AutoTokenizer reads the tokenizer.json of a folder, there is no tokenizer class of ours to lose",
     23: "a scheduled job against the main branch of transformers needs a network; the suite runs on both ends of the "
     "supported range, and the loader's signature is checked when checkpoint_kimi_k3 is imported",
-    120: "there is no GGUF converter",
 }
 
 
