@@ -1,0 +1,146 @@
+"""LoRA adapters of other engines into the form that `kimi_k3.training` loads; the way out is `export_expert_loras`.
+
+Engines with unfused experts adapt each matrix of each expert, `...experts.{e}.w1` (gate), `.w3` (up) and `.w2` (down),
+with `lora_A.weight` [r, in] and `lora_B.weight` [out, r]. Ours are stacked over the experts, gate and up together:
+
+    lora_gate_up_A [E, r, D]    lora_gate_up_B [E, 2M, r], gate rows first
+    lora_down_A    [E, r, M]    lora_down_B    [E, D, r]
+
+Gate and up share one factor A here. Where a file gives them two, both are kept, one above the other, and the rank
+doubles; the update is the same to the last product, since everything added is zero.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import torch
+from peft.utils.other import get_pattern_key
+from safetensors.torch import load_file, save_file
+
+from .source import ConversionError, read_config, read_json
+
+_EXPERT_FACTOR = re.compile(r"^(.*\.experts)\.(\d+)\.(w[123])\.lora_([AB])\.weight$")
+_EXPERT_MODULE = re.compile(r"experts(\\)?\.\d+(\\)?\.w[123]$")
+_PREFIX = "base_model.model."
+
+
+def import_expert_loras(source: str | os.PathLike, destination: str | os.PathLike, base: str | os.PathLike) -> None:
+    """Rewrite an adapter on unfused experts as one that `PeftModel.from_pretrained` loads onto our model.
+
+    Import `kimi_k3.training.lora_targets` (or anything of `kimi_k3.training.lora`) before loading it.
+
+    Args:
+        source: folder with `adapter_config.json` and `adapter_model.safetensors`, in peft's ordinary layout.
+        destination: folder to make.
+        base: folder of the model that the adapter belongs to; only its configuration is read.
+
+    Raises:
+        ConversionError: for an adapter without expert factors, with half a pair, of a wrong shape, or whose matrices
+            have different ranks or scales in one layer.
+    """
+    source, destination = Path(source), Path(destination)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (source / name).is_file():
+            raise ConversionError(f"{source} is not an adapter: it has no {name}")
+    if destination.exists() and any(destination.iterdir()):
+        raise ConversionError(f"{destination} is there already")
+    config = read_json(source / "adapter_config.json")
+    text_config = read_config(Path(base)).get_text_config(decoder=True)
+    experts = text_config.num_experts or 0
+    width = text_config.routed_expert_hidden_size or text_config.hidden_size
+    sizes = {"w1": (text_config.moe_intermediate_size, width), "w2": (width, text_config.moe_intermediate_size)}
+    sizes["w3"] = sizes["w1"]
+
+    kept, layers = {}, {}
+    for name, tensor in load_file(source / "adapter_model.safetensors").items():
+        if match := _EXPERT_FACTOR.match(name):
+            prefix, expert, matrix, factor = match.groups()
+            if int(expert) >= experts:
+                raise ConversionError(f"{name}: the model in {base} has {experts} routed experts")
+            layers.setdefault(prefix, {})[int(expert), matrix, factor] = tensor
+        else:
+            kept[name] = tensor
+    if not layers:
+        raise ConversionError(f"{source} adapts no routed expert: it needs no rewriting")
+
+    patterns = {key: _without_experts(config.get(key)) for key in ("rank_pattern", "alpha_pattern")}
+    for prefix, factors in layers.items():
+        rank, alpha = _settings(prefix, factors, config, sizes)
+        fused, widened = _fuse(factors, experts, rank, sizes)
+        kept.update({f"{prefix}.{name}": tensor for name, tensor in fused.items()})
+        if widened:  # the scale, alpha / r or alpha / sqrt(r), stays
+            rank, alpha = 2 * rank, alpha * (2**0.5 if config.get("use_rslora") else 2)
+        module = prefix.removeprefix(_PREFIX)
+        # first, and also where they equal the common values: the file's own patterns may name this layer
+        patterns["rank_pattern"] = {module: rank, **patterns["rank_pattern"]}
+        patterns["alpha_pattern"] = {module: alpha, **patterns["alpha_pattern"]}
+    config |= patterns
+    modules = {name.removeprefix(_PREFIX).partition(".lora_")[0] for name in kept}
+    parameters = {target.rpartition(".")[0] for target in config.get("target_parameters") or ()}
+    config["target_modules"] = sorted(modules - parameters)
+
+    destination.mkdir(parents=True, exist_ok=True)
+    save_file(kept, destination / "adapter_model.safetensors", metadata={"format": "pt"})
+    (destination / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _without_experts(pattern: dict | None) -> dict:
+    return {name: value for name, value in (pattern or {}).items() if not _EXPERT_MODULE.search(name)}
+
+
+def _settings(prefix, factors, config, sizes) -> tuple[int, float]:
+    """Rank and alpha that all adapted matrices of a layer have."""
+    found = set()
+    for expert, matrix, factor in sorted(factors):
+        name = f"{prefix}.{expert}.{matrix}"
+        if (expert, matrix, "B" if factor == "A" else "A") not in factors:
+            raise ConversionError(f"{name} has lora_{factor} without its partner")
+        if factor == "B":
+            continue
+        a, b = factors[expert, matrix, "A"], factors[expert, matrix, "B"]
+        rows, columns = sizes[matrix]
+        if a.shape[1:] != (columns,) or b.shape != (rows, a.shape[0]):
+            raise ConversionError(
+                f"{name} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; the matrix is [{rows}, {columns}], so "
+                f"[r, {columns}] and [{rows}, r] are needed"
+            )
+        alphas = config.get("alpha_pattern") or {}
+        alpha = alphas.get(get_pattern_key(alphas, name.removeprefix(_PREFIX)), config["lora_alpha"])
+        found.add((a.shape[0], alpha))
+    if len(found) > 1:
+        raise ConversionError(
+            f"the matrices of {prefix} have different ranks or scales (r, alpha): {sorted(found)}; here one adapter of "
+            "a layer has one of each"
+        )
+    return found.pop()
+
+
+def _fuse(factors, experts, rank, sizes) -> tuple[dict[str, torch.Tensor], bool]:
+    """The four stacked tensors of a layer, and whether the rank had to be doubled. What is not adapted is zero."""
+
+    def factor(expert, matrix, kind):
+        if (tensor := factors.get((expert, matrix, kind))) is not None:
+            return tensor
+        rows, columns = sizes[matrix]
+        return like.new_zeros((rank, columns) if kind == "A" else (rows, rank))
+
+    like = next(iter(factors.values()))
+    gates, ups, downs = (
+        [(factor(e, matrix, "A"), factor(e, matrix, "B")) for e in range(experts)] for matrix in ("w1", "w3", "w2")
+    )
+    widened = not all(torch.equal(gate[0], up[0]) for gate, up in zip(gates, ups, strict=True))
+    fused = {"lora_gate_up_A": [], "lora_gate_up_B": [], "lora_down_A": [], "lora_down_B": []}
+    for (gate_a, gate_b), (up_a, up_b), (down_a, down_b) in zip(gates, ups, downs, strict=True):
+        if widened:
+            fused["lora_gate_up_A"].append(torch.cat([gate_a, up_a]))
+            fused["lora_gate_up_B"].append(torch.block_diag(gate_b, up_b))
+            fused["lora_down_A"].append(torch.cat([down_a, torch.zeros_like(down_a)]))
+            fused["lora_down_B"].append(torch.cat([down_b, torch.zeros_like(down_b)], dim=1))
+        else:
+            fused["lora_gate_up_A"].append(gate_a)
+            fused["lora_gate_up_B"].append(torch.cat([gate_b, up_b]))
+            fused["lora_down_A"].append(down_a)
+            fused["lora_down_B"].append(down_b)
+    return {name: torch.stack(tensors) for name, tensors in fused.items()}, widened
