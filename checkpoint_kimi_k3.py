@@ -213,10 +213,23 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path} is not a safetensors file: its header cannot be read") from error
     header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if not _describes_tensor(entry):
+            raise ValueError(f"{path} is not a safetensors file: its header does not describe {name}")
     data = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if 8 + length + data > size:
         raise ValueError(f"{path} is cut off: its header describes {8 + length + data} bytes, the file has {size}")
     return header, 8 + length
+
+
+def _describes_tensor(entry) -> bool:
+    """Whether an entry of a header has a dtype, a shape and two offsets."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    numbers = [entry.get("shape"), entry.get("data_offsets")]
+    if not all(isinstance(each, list) and all(type(n) is int and n >= 0 for n in each) for each in numbers):
+        return False
+    return len(numbers[1]) == 2
 
 
 def read_headers(files: list[str | os.PathLike]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -261,6 +274,11 @@ def check_headers(
             raise ValueError(f"{name} and {found[plain][0]} are the same tensor of the model")
         found[plain] = (name, *entry)
     expected = {plain_name(name): (name, *entry) for name, entry in _expected(model, expert_storage).items()}
+    if fused := next((entry[0] for plain, entry in found.items() if plain.endswith(".self_attn.conv1d.weight")), None):
+        raise ValueError(
+            f"{fused}: the checkpoint has the fused tensors of transformers' own class in memory; "
+            "`kimi-k3 convert` writes it in the released layout"
+        )
     check_tensors(found, expected, expert_storage, ignore_mismatched_sizes)
 
 

@@ -31,7 +31,7 @@ SHARD = 2_000_000_000
 RUNS = {
     "plain copy": None,
     "re-layout: released to flat, other shards": Target(layout="flat", shard_size=3 * SHARD),
-    "MXFP4 to bf16": Target(experts="bf16"),
+    "MXFP4 to bf16": Target(expert_dtype="bf16"),
 }
 
 

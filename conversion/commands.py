@@ -37,10 +37,12 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SRC", help="folder of a checkpoint in any form of the family")
     parser.add_argument("destination", type=Path, metavar="DST", help="folder to make")
     parser.add_argument("--layout", choices=LAYOUTS, default="released", help="default: %(default)s")
-    parser.add_argument("--experts", choices=tuple(EXPERTS), help="storage of the routed experts (default: as it is)")
+    parser.add_argument(
+        "--expert-dtype", choices=tuple(EXPERTS), help="storage of the routed experts (default: as it is)"
+    )
     parser.add_argument("--text-only", action="store_true", help="leave the vision tower and the projector out")
     parser.add_argument("--layers", type=layer_range, metavar="A-B", help="keep these decoder layers, counted from 0")
-    parser.add_argument("--experts-kept", type=positive, metavar="N", help="keep the first N routed experts of a layer")
+    parser.add_argument("--experts", type=positive, metavar="N", help="keep the first N routed experts of a layer")
     parser.add_argument("--shard-size", type=byte_size, default="5GB", metavar="SIZE", help="default: %(default)s")
     parser.add_argument("--workers", type=positive, metavar="N", help="threads (default: one a core, at most 8)")
     parser.add_argument("--overwrite", action="store_true", help="replace DST, once the new one is whole")
@@ -51,17 +53,28 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> None:
-    target = Target(args.layout, args.experts, args.text_only, args.layers, args.experts_kept, args.shard_size)
-    plan = convert(
-        args.source,
-        args.destination,
-        target,
-        workers=args.workers,
-        overwrite=args.overwrite,
-        allow_pickle=args.weights_only,
-        drop_foreign=args.drop_foreign,
-        progress=sys.stderr.isatty(),
+    target = Target(
+        layout=args.layout,
+        expert_dtype=args.expert_dtype,
+        text_only=args.text_only,
+        layers=args.layers,
+        experts=args.experts,
+        shard_size=args.shard_size,
     )
+    try:
+        plan = convert(
+            args.source,
+            args.destination,
+            target,
+            workers=args.workers,
+            overwrite=args.overwrite,
+            allow_pickle=args.weights_only,
+            drop_foreign=args.drop_foreign,
+            progress=sys.stderr.isatty(),
+        )
+    except OSError as error:
+        place = error.filename or args.destination
+        raise ConversionError(f"{place}: {error.strerror}; the same command continues where this one ended") from error
     tensors = sum(len(shard.tensors) for shard in plan.shards)
     print(f"{args.destination}: {tensors:,} tensors, {plan.total_size:,} bytes in {len(plan.shards):,} files")
     if (args.destination / REPORT).is_file():

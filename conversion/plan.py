@@ -65,18 +65,18 @@ class Target:
 
     Args:
         layout: `released`, `flat` or `native` (docs/conversion.md).
-        experts: storage of the routed experts: `mxfp4`, `bf16`, `fp32`; None leaves it.
+        expert_dtype: storage of the routed experts: `mxfp4`, `bf16`, `fp32`; None leaves it.
         text_only: leave vision tower and projector out.
         layers: keep the decoder layers [first, last], counted from 0; None keeps all.
-        experts_kept: keep the first so many routed experts of a layer; None keeps all.
+        experts: keep the first so many routed experts of a layer; None keeps all.
         shard_size: largest shard in bytes; a tensor that is larger has a shard of its own.
     """
 
     layout: str = "released"
-    experts: str | None = None
+    expert_dtype: str | None = None
     text_only: bool = False
     layers: tuple[int, int] | None = None
-    experts_kept: int | None = None
+    experts: int | None = None
     shard_size: int = 5_000_000_000
 
 
@@ -156,8 +156,8 @@ def make_plan(source: Checkpoint, target: Target) -> Plan:
     """
     if target.layout not in LAYOUTS:
         raise ConversionError(f"layout {target.layout!r} is not one of {', '.join(LAYOUTS)}")
-    if target.experts not in (None, *EXPERTS):
-        raise ConversionError(f"experts {target.experts!r} is not one of {', '.join(EXPERTS)}")
+    if target.expert_dtype not in (None, *EXPERTS):
+        raise ConversionError(f"expert_dtype {target.expert_dtype!r} is not one of {', '.join(EXPERTS)}")
     if target.shard_size < 1:
         raise ConversionError(f"the shard size must be positive, not {target.shard_size}")
     text = _text_config(source.text_config, target)
@@ -175,18 +175,18 @@ def make_plan(source: Checkpoint, target: Target) -> Plan:
 def _text_config(source: KimiK3TextConfig, target: Target) -> KimiK3TextConfig:
     """The text configuration of the target, checked by its class."""
     values = source.to_dict()
-    if target.experts is not None and not source.num_experts:
-        raise ConversionError(f"--experts {target.experts}: this model has no routed experts")
-    if target.experts == "mxfp4":
+    if target.expert_dtype is not None and not source.num_experts:
+        raise ConversionError(f"--expert-dtype {target.expert_dtype}: this model has no routed experts")
+    if target.expert_dtype == "mxfp4":
         values["quantization_config"] = source.expert_quantization or copy.deepcopy(MXFP4_SECTION)
-    elif target.experts is not None:
+    elif target.expert_dtype is not None:
         values.pop("quantization_config", None)
     if target.layers is not None:
         values.update(_fewer_layers(source, *target.layers))
-    if target.experts_kept is not None:
-        values.update(_fewer_experts(source, target.experts_kept))
+    if target.experts is not None:
+        values.update(_fewer_experts(source, target.experts))
         if not any(kind == "sparse" for kind in source.mlp_layer_types):
-            raise ConversionError("--experts-kept: no layer of this model has routed experts")
+            raise ConversionError("--experts: no layer of this model has routed experts")
     try:
         text = KimiK3TextConfig.from_dict(values)
     except ValueError as error:
@@ -224,12 +224,12 @@ def _fewer_layers(source: KimiK3TextConfig, first: int, last: int) -> dict:
 
 def _fewer_experts(source: KimiK3TextConfig, count: int) -> dict:
     if not source.num_experts or not 1 <= count <= source.num_experts:
-        raise ConversionError(f"--experts-kept {count}: the model has {source.num_experts or 0} routed experts")
+        raise ConversionError(f"--experts {count}: the model has {source.num_experts or 0} routed experts")
     if count < source.num_experts_per_token:
-        raise ConversionError(f"--experts-kept {count}: a token uses {source.num_experts_per_token} experts")
+        raise ConversionError(f"--experts {count}: a token uses {source.num_experts_per_token} experts")
     if (source.num_expert_group or 1) > 1 and count != source.num_experts:
         raise ConversionError(
-            f"--experts-kept {count}: the experts are chosen in {source.num_expert_group} groups, and the first so "
+            f"--experts {count}: the experts are chosen in {source.num_expert_group} groups, and the first so "
             "many are not a part of every group"
         )
     return {"num_experts": count}
@@ -246,7 +246,7 @@ def _native_misfits(config, text: KimiK3TextConfig, target: Target) -> list[str]
         "a full-rank output gate (use_full_rank_gate)": text.linear_attn_config.get("use_full_rank_gate"),
         "an output gate of MLA (mla_use_output_gate)": text.mla_use_output_gate,
         f"hidden_act {text.hidden_act!r}": text.hidden_act != "silu",
-        "packed experts (--experts bf16 decodes them)": text.expert_quantization is not None,
+        "packed experts (--expert-dtype bf16 decodes them)": text.expert_quantization is not None,
         "experts without shared ones (num_shared_experts)": sparse and not text.num_shared_experts,
     }
     return [reason for reason, there in found.items() if there]
@@ -309,7 +309,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.(w[123])\.weight(_packed|_scale)?$")
 def _chosen(source: Checkpoint, target: Target) -> dict[str, Stored]:
     """The source's tensors that go into the target, under the target's layer numbers."""
     first, last = target.layers or (0, source.text_config.num_hidden_layers - 1)
-    kept = target.experts_kept
+    kept = target.experts
     chosen = {}
     for name, stored in source.tensors.items():
         if target.text_only or target.layout != "released":
@@ -356,7 +356,7 @@ def _groups(tensors: dict[str, Stored], source_text, config, text, target: Targe
             continue  # comes with its codes
         parts = (stored, tensors[f"{base}_scale"]) if was_packed else (stored,)
         shape = (stored.shape[0], stored.shape[1] * 2) if was_packed else stored.shape
-        dtype = EXPERTS[target.experts] if target.experts else stored.dtype
+        dtype = EXPERTS[target.expert_dtype] if target.expert_dtype else stored.dtype
         if target.layout == "native":
             _add_native_expert(groups, base, match, dtype, shape, parts, was_packed, text)
         elif dtype == "U8":

@@ -1,7 +1,6 @@
 """Carry a plan out into a folder: resumable, and whole or not there at all (docs/conversion.md)."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -65,7 +64,8 @@ def convert(
     if finished:
         _tidy(work)
         return plan
-    _check_space(work, destination, plan.total_size + header_bytes, plan, side_files)
+    side_bytes = sum((source / path).stat().st_size for path in side_files)
+    _check_space(work, destination, plan, plan.total_size + header_bytes + side_bytes)
 
     files = work / "files"
     files.mkdir(parents=True, exist_ok=True)
@@ -125,14 +125,14 @@ def _check_resumable(work, state):
             )
 
 
-def _check_space(work, destination, shard_bytes, plan, side_files):
+def _check_space(work, destination, plan, size):
     place = destination.absolute().parent
     while not place.exists():
         place = place.parent
     # blocks and not sizes: the shard in work has its full size from the start
     there = sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file()) if work.exists() else 0
     index = len(json.dumps(plan.index(), indent=2)) if len(plan.shards) > 1 else 0
-    needed = shard_bytes + index + sum(path.stat().st_size for path in side_files) - there
+    needed = size + index - there
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ConversionError(f"{place} has {free:,} bytes free, and {needed:,} are needed")
@@ -141,6 +141,8 @@ def _check_space(work, destination, shard_bytes, plan, side_files):
 @contextlib.contextmanager
 def _only_one(work):
     """The work folder for this process alone; the lock goes with the process, whatever ends it."""
+    import fcntl  # not on Windows, where the other commands work
+
     with (work / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -190,24 +192,25 @@ def _write_shard(shard: Shard, files: Path, workers: int, bar) -> None:
 
 
 def _side_files(checkpoint: Checkpoint, plan: Plan) -> list[Path]:
-    """Tokenizer, generation settings and whatever else lies beside the weights.
+    """Tokenizer, generation settings and whatever else lies beside the weights, as paths in the folder.
 
     Code goes along only with the configuration that names it.
     """
-    chosen = []
-    for path in sorted(checkpoint.folder.iterdir()):
+    folder, chosen = checkpoint.folder, []
+    for path in sorted([*folder.iterdir(), *folder.glob("kernels/*.py")]):
         if not path.is_file() or path.name in ("config.json", REPORT) or path.name.endswith(_NOT_SIDE_FILES):
             continue
         if path.stat().st_size > _LARGEST_SIDE_FILE or (path.suffix == ".py" and plan.config is not None):
             continue
-        chosen.append(path)
+        chosen.append(path.relative_to(folder))
     return chosen
 
 
 def _finish(checkpoint, plan, side_files, files):
     for path in side_files:
-        shutil.copyfile(path, files / path.name)
-        _sync(files / path.name)
+        (files / path).parent.mkdir(exist_ok=True)
+        shutil.copyfile(checkpoint.folder / path, files / path)
+        _sync(files / path)
     if plan.config is None:
         shutil.copyfile(checkpoint.folder / "config.json", files / "config.json")
         _sync(files / "config.json")

@@ -24,9 +24,9 @@ FORMS = {
     "released": Target(),
     "flat": Target(layout="flat", text_only=True),
     "native": Target(layout="native"),
-    "bf16": Target(experts="bf16"),
-    "fp32": Target(experts="fp32"),
-    "flat-fp32": Target(layout="flat", text_only=True, experts="fp32"),
+    "bf16": Target(expert_dtype="bf16"),
+    "fp32": Target(expert_dtype="fp32"),
+    "flat-fp32": Target(layout="flat", text_only=True, expert_dtype="fp32"),
     "shards": Target(shard_size=60_000),
 }
 FORMS_OF = {
@@ -80,7 +80,7 @@ def convert_chain(source, tmp_path, *targets):
 )
 def test_every_pair_of_forms_returns_byte_for_byte(folder, one, other, data_dir, tmp_path):
     """Faults 109, 115, 118: through two forms and back, the weights file is the one that came in."""
-    back = Target(layout="flat" if folder == "k3_dense_flat" else "released", experts=STORED_AS[folder])
+    back = Target(layout="flat" if folder == "k3_dense_flat" else "released", expert_dtype=STORED_AS[folder])
     end = convert_chain(data_dir / folder, tmp_path, FORMS[one], FORMS[other], back)
     assert (end / WEIGHTS).read_bytes() == (data_dir / folder / WEIGHTS).read_bytes()
     assert not list(tmp_path.glob("*.partial"))
@@ -104,7 +104,7 @@ def test_files_beside_the_weights_go_along(data_dir, tmp_path):
 
 def test_two_workers_and_eight_write_the_same(data_dir, tmp_path):
     for workers in (1, 2, 8):
-        convert(data_dir / "k3_tiny_mxfp4", tmp_path / str(workers), Target(experts="bf16"), workers=workers)
+        convert(data_dir / "k3_tiny_mxfp4", tmp_path / str(workers), Target(expert_dtype="bf16"), workers=workers)
     assert content(tmp_path / "1") == content(tmp_path / "2") == content(tmp_path / "8")
 
 
@@ -140,6 +140,37 @@ def test_native_class_gives_the_golden_logits(data_dir, tmp_path):
     state = model.state_dict()
     assert converted.keys() == state.keys()
     assert all(torch.equal(converted[name].float(), state[name]) for name in state)
+
+
+def test_our_class_refuses_fused_tensors_and_names_the_way_out(data_dir, tmp_path):
+    """Without this the convolutions would load as random weights and a warning."""
+    convert(data_dir / "kimi_linear_flat", tmp_path / "native", Target(layout="native"))
+    with pytest.raises(ValueError, match=r"self_attn\.conv1d\.weight.*kimi-k3 convert"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "native")
+
+
+def test_both_keys_of_the_largest_length(variant, tmp_path):
+    """Kimi-Linear-48B has `model_max_length`, other files `max_position_embeddings`, some have both."""
+    from transformers.models.kimi_linear import KimiLinearConfig
+
+    source = variant("kimi_linear_flat", config=lambda values: values.update(_LENGTHS))
+    for layout in ("released", "native"):
+        convert(source, tmp_path / layout, Target(layout=layout))
+        assert open_checkpoint(tmp_path / layout).config.max_position_embeddings == 2048
+    assert KimiLinearConfig.from_pretrained(tmp_path / "native").max_position_embeddings == 2048
+
+
+_LENGTHS = {"model_max_length": 2048, "max_position_embeddings": 2048}
+
+
+def test_code_goes_along_with_the_configuration_that_names_it(data_dir, tmp_path):
+    """A folder that loads with trust_remote_code still does; another configuration leaves the code behind."""
+    AutoModelForCausalLM.from_pretrained(data_dir / "k3_tiny_mxfp4").save_pretrained(tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "same", Target(shard_size=100_000))
+    assert (tmp_path / "same" / "modeling_kimi_k3.py").exists() and (tmp_path / "same" / "kernels" / "kda.py").exists()
+    convert(tmp_path / "saved", tmp_path / "flat", Target(layout="flat"))
+    assert not list((tmp_path / "flat").glob("*.py"))
+    assert "auto_map" not in json.loads((tmp_path / "flat" / "config.json").read_text())
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["released-names", "fused"])
@@ -279,7 +310,7 @@ def test_every_golden_byte_comes_back(data_dir):
 
 def test_rounding_is_reported_for_each_tensor(data_dir, tmp_path):
     """RMS and largest error against float64, and none where nothing is rounded."""
-    convert(data_dir / "kimi_linear_flat", tmp_path / "packed", Target(experts="mxfp4"))
+    convert(data_dir / "kimi_linear_flat", tmp_path / "packed", Target(expert_dtype="mxfp4"))
     report = json.loads((tmp_path / "packed" / "rounding.json").read_text())
     assert len(report) == 4 * 8 * 3
     before, after = (load_file(folder / WEIGHTS) for folder in (data_dir / "kimi_linear_flat", tmp_path / "packed"))
@@ -289,9 +320,9 @@ def test_rounding_is_reported_for_each_tensor(data_dir, tmp_path):
     assert report[name]["rms"] == pytest.approx(error.square().mean().sqrt().item())
     assert report[name]["max"] == error.abs().max().item() > 0
     assert report[name]["relative"] == pytest.approx((error.norm() / before[f"model.{name}"].double().norm()).item())
-    convert(tmp_path / "packed", tmp_path / "wide", Target(experts="bf16"))
+    convert(tmp_path / "packed", tmp_path / "wide", Target(expert_dtype="bf16"))
     assert not (tmp_path / "wide" / "rounding.json").exists(), "decoding MXFP4 is exact"
-    convert(tmp_path / "wide", tmp_path / "again", Target(experts="mxfp4"))
+    convert(tmp_path / "wide", tmp_path / "again", Target(expert_dtype="mxfp4"))
     assert (tmp_path / "again" / WEIGHTS).read_bytes() == (tmp_path / "packed" / WEIGHTS).read_bytes()
     assert {each["max"] for each in json.loads((tmp_path / "again" / "rounding.json").read_text()).values()} == {0}
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
@@ -306,7 +337,7 @@ def test_scales_beyond_floating_point_are_refused_by_name(byte, code, variant, t
 
     source = variant("k3_tiny_mxfp4", edit)
     with pytest.raises(ConversionError, match=r"layers\.2\.block_sparse_moe\.experts\.3\.w1\.weight has scale bytes"):
-        convert(source, tmp_path / "new", Target(experts="bf16"))
+        convert(source, tmp_path / "new", Target(expert_dtype="bf16"))
     assert not (tmp_path / "new").exists()
     convert(source, tmp_path / "packed", Target(layout="flat"))
 
@@ -317,7 +348,7 @@ def test_what_mxfp4_cannot_hold_is_refused_by_name(value, variant, tmp_path):
         weights["model.layers.1.block_sparse_moe.experts.0.w2.weight"][3, 4] = value
 
     with pytest.raises(ConversionError, match=r"layers\.1\.block_sparse_moe\.experts\.0\.w2\.weight has values"):
-        convert(variant("kimi_linear_flat", edit), tmp_path / "new", Target(experts="mxfp4"))
+        convert(variant("kimi_linear_flat", edit), tmp_path / "new", Target(expert_dtype="mxfp4"))
     assert not (tmp_path / "new").exists()
 
 
@@ -327,7 +358,7 @@ def test_what_mxfp4_cannot_hold_is_refused_by_name(value, variant, tmp_path):
 @torch.no_grad()
 def test_fewer_layers_and_experts(data_dir, tmp_path):
     """The pattern and the blocks stay; the small model is the beginning of the large one."""
-    convert(data_dir / "k3_tiny_mxfp4", tmp_path / "cut", Target(layers=(0, 3), experts_kept=4))
+    convert(data_dir / "k3_tiny_mxfp4", tmp_path / "cut", Target(layers=(0, 3), experts=4))
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "cut", output_loading_info=True)
     text = model.config.text_config
     assert not any(info.values())
@@ -362,14 +393,14 @@ def test_layers_from_the_middle(data_dir, tmp_path):
     [
         ("k3_tiny_mxfp4", Target(layers=(2, 4)), "blocks of Attention Residuals are 3 layers"),
         ("k3_tiny_mxfp4", Target(layers=(0, 7)), "the model has layers 0 to 6"),
-        ("k3_tiny_mxfp4", Target(experts_kept=2), "a token uses 3 experts"),
-        ("k3_tiny_mxfp4", Target(experts_kept=9), "the model has 8 routed experts"),
-        ("k3_dense_flat", Target(experts_kept=1), "the model has 0 routed experts"),
-        ("k3_dense_flat", Target(experts="mxfp4"), "has no routed experts"),
+        ("k3_tiny_mxfp4", Target(experts=2), "a token uses 3 experts"),
+        ("k3_tiny_mxfp4", Target(experts=9), "the model has 8 routed experts"),
+        ("k3_dense_flat", Target(experts=1), "the model has 0 routed experts"),
+        ("k3_dense_flat", Target(expert_dtype="mxfp4"), "has no routed experts"),
         ("k3_tiny_mxfp4", Target(layout="native"), "no place for Attention Residuals .*packed experts"),
         ("k3_vision/small_signal", Target(layout="flat"), "--text-only"),
         ("k3_tiny_mxfp4", Target(layout="gguf"), "not one of released, flat, native"),
-        ("k3_tiny_mxfp4", Target(experts="int8"), "not one of bf16, fp32, mxfp4"),
+        ("k3_tiny_mxfp4", Target(expert_dtype="int8"), "not one of bf16, fp32, mxfp4"),
         ("k3_tiny_mxfp4", Target(shard_size=0), "must be positive"),
     ],
 )
@@ -406,7 +437,7 @@ def test_verify_finds_every_kind_of_difference(data_dir, variant):
 
 
 def test_verify_compares_logits_of_packed_and_plain_experts(data_dir, tmp_path):
-    convert(data_dir / "k3_tiny_mxfp4", tmp_path / "plain", Target(experts="bf16"))
+    convert(data_dir / "k3_tiny_mxfp4", tmp_path / "plain", Target(expert_dtype="bf16"))
     result = verify(data_dir / "k3_tiny_mxfp4", tmp_path / "plain")
     assert result.same and result.equal == 328 and "same argmax at 100.0%" in result.logits
 

@@ -20,7 +20,7 @@ from kimi_k3.conversion import ConversionError, Target, convert
 from kimi_k3.conversion import run as run_module
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-MANY = Target(layout="native", experts="fp32", shard_size=40_000)
+MANY = Target(layout="native", expert_dtype="fp32", shard_size=40_000)
 
 
 def content(folder):
@@ -84,7 +84,7 @@ class Crash(BaseException):
 def test_a_crash_before_every_change_of_the_disk(overwrite, data_dir, tmp_path, monkeypatch):
     """In turn before each sync, rename, copy and removal: never a folder that looks complete and is not."""
     source, destination = data_dir / "kimi_linear_flat", tmp_path / "new"
-    target = Target(experts="mxfp4", shard_size=250_000)
+    target = Target(expert_dtype="mxfp4", shard_size=250_000)
     convert(source, tmp_path / "whole", target)
     expected = content(tmp_path / "whole")
     assert "rounding.json" in expected and INDEX in expected
@@ -143,7 +143,7 @@ def test_other_options_or_sources_do_not_continue_it(sharded, tmp_path, monkeypa
             convert(sharded, tmp_path / "new")
     before = content(tmp_path / "new.partial" / "files")
     with pytest.raises(ConversionError, match="was begun with other options"):
-        convert(sharded, tmp_path / "new", Target(experts="bf16"))
+        convert(sharded, tmp_path / "new", Target(expert_dtype="bf16"))
     os.utime(next(sharded.glob("*.safetensors")), (1, 1))
     with pytest.raises(ConversionError, match="was begun with other source files"):
         convert(sharded, tmp_path / "new")
@@ -314,7 +314,7 @@ def test_too_little_disk_is_refused_before_the_start(data_dir, tmp_path, monkeyp
     with pytest.raises(ConversionError, match=r"has 700,000 bytes free, and [\d,]+ are needed"):
         convert(data_dir / "kimi_linear_flat", tmp_path / "new")
     assert not list(tmp_path.iterdir())
-    convert(data_dir / "kimi_linear_flat", tmp_path / "new", Target(experts="mxfp4"))
+    convert(data_dir / "kimi_linear_flat", tmp_path / "new", Target(expert_dtype="mxfp4"))
 
 
 def test_a_disk_that_fills_up_leaves_no_target(data_dir, tmp_path, monkeypatch):
@@ -355,7 +355,7 @@ def test_torch_save_files_are_read_only_when_asked(data_dir, tmp_path):
 
 def test_commands(data_dir, tmp_path, capsys):
     golden, new = str(data_dir / "k3_tiny_mxfp4"), str(tmp_path / "new")
-    assert main(["convert", golden, new, "--layout", "flat", "--experts", "bf16", "--shard-size", "100KB"]) == 0
+    assert main(["convert", golden, new, "--layout", "flat", "--expert-dtype", "bf16", "--shard-size", "100KB"]) == 0
     assert "bytes in" in capsys.readouterr().out
     assert main(["verify", golden, new]) == 0
     assert "the same model" in capsys.readouterr().out

@@ -118,7 +118,7 @@ def prompt_without_near_ties(model) -> torch.Tensor:
 def test_logits_and_greedy_text(folder, bound, data_dir, tmp_path):
     """The same argmax at every position, log-probabilities within the bound, the same greedy text."""
     experts = None if folder == "k3_dense_flat" else "fp32"
-    convert(data_dir / folder, tmp_path / "model", Target(experts=experts))
+    convert(data_dir / folder, tmp_path / "model", Target(expert_dtype=experts))
     give_tokenizer(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     ids = prompt_without_near_ties(model)
