@@ -12,8 +12,16 @@ from dataclasses import dataclass, field
 
 from ..checkpoint_kimi_k3 import plain_name
 from ..configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
-from .source import DTYPES, FUSED_CONVOLUTIONS, FUSED_EXPERTS, Checkpoint, ConversionError, Stored, without_collector
-from .source import expected_tensors as expected_of
+from .source import (
+    DTYPES,
+    FUSED_CONVOLUTIONS,
+    FUSED_EXPERTS,
+    Checkpoint,
+    ConversionError,
+    Stored,
+    expected_tensors,
+    without_collector,
+)
 
 LAYOUTS = ("released", "flat", "native")
 EXPERTS = {"bf16": "BF16", "fp32": "F32", "mxfp4": "U8"}
@@ -338,13 +346,15 @@ class _Group:
 
 
 def _groups(tensors: dict[str, Stored], source_text, config, text, target: Target) -> list[_Group]:
-    expected = {plain_name(name): (name, shape) for name, (_, shape) in expected_of(config).items()}
+    native = target.layout == "native"
+    released = {} if native else expected_tensors(config)
+    expected = {plain_name(name): (name, shape) for name, (_, shape) in released.items()}
     was_packed = source_text.expert_quantization is not None
     groups: dict[str, _Group] = {}
     for name, stored in tensors.items():
         match = _EXPERT.search(name)
         if match is None:
-            if target.layout == "native":
+            if native:
                 _add_native(groups, name, stored)
                 continue
             full_name, shape = expected[name]
@@ -357,7 +367,7 @@ def _groups(tensors: dict[str, Stored], source_text, config, text, target: Targe
         parts = (stored, tensors[f"{base}_scale"]) if was_packed else (stored,)
         shape = (stored.shape[0], stored.shape[1] * 2) if was_packed else stored.shape
         dtype = EXPERTS[target.expert_dtype] if target.expert_dtype else stored.dtype
-        if target.layout == "native":
+        if native:
             _add_native_expert(groups, base, match, dtype, shape, parts, was_packed, text)
         elif dtype == "U8":
             names = expected[f"{base}_packed"][0], expected[f"{base}_scale"][0]

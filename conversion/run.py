@@ -47,7 +47,7 @@ def convert(
             written: for values that the target cannot hold; then only the `.partial` folder is there.
     """
     target = target or Target()
-    source, destination = Path(source), Path(destination)
+    source, destination = Path(source), Path(destination).resolve()
     work = Path(f"{destination}.partial")
     workers = min(8, os.cpu_count() or 1) if workers is None else workers
     if workers < 1:
@@ -85,8 +85,8 @@ def convert(
 def _check_place(source, destination, overwrite):
     if not source.is_dir():
         raise ConversionError(f"there is no checkpoint folder {source}")
-    a, b = source.resolve(), destination.resolve()
-    if a == b or a in b.parents or b in a.parents:
+    real = source.resolve()
+    if real == destination or real in destination.parents or destination in real.parents:
         raise ConversionError(f"{destination} is {source} or a folder inside it or around it: take another place")
     if destination.exists() and not destination.is_dir():
         raise ConversionError(f"{destination} is a file")
@@ -126,7 +126,7 @@ def _check_resumable(work, state):
 
 
 def _check_space(work, destination, plan, size):
-    place = destination.absolute().parent
+    place = destination.parent
     while not place.exists():
         place = place.parent
     # blocks and not sizes: the shard in work has its full size from the start
@@ -185,7 +185,7 @@ def _write_shard(shard: Shard, files: Path, workers: int, bar) -> None:
     if rounding:
         _write_text(files.parent / f"{shard.name}.rounding", json.dumps(rounding))
     unfinished.replace(path)
-    _sync_folder(files)
+    _sync(files)
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
@@ -227,11 +227,11 @@ def _finish(checkpoint, plan, side_files, files):
 def _put_in_place(work, destination):
     """One rename makes the folder. The leavings of a kill between any two lines are dealt with by the next call."""
     files = work / "files"
-    _sync_folder(files)
+    _sync(files)
     if destination.exists():
         destination.replace(work / "replaced")
     files.replace(destination)
-    _sync_folder(destination.absolute().parent)
+    _sync(destination.parent)
     _tidy(work)
 
 
@@ -253,11 +253,9 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
+    """A file's content, or a folder's list of names, on the disk before the next line."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-_sync_folder = _sync

@@ -241,7 +241,8 @@ def weight_files(folder: Path, index: dict[str, str] | None, allow_pickle: bool 
         return [folder / "model.safetensors"]
     if stray := sorted(folder.glob("model-*.safetensors")):
         raise ConversionError(f"{folder} has shards ({stray[0].name}, ...) but no {INDEX}: it may be incomplete")
-    pickled = sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
+    # a trainer's folder has pytorch_model.bin beside an optimizer.pt
+    pickled = sorted(folder.glob("pytorch_model*.bin")) or sorted([*folder.glob("*.pt"), *folder.glob("*.pth")])
     if not pickled:
         raise ConversionError(f"{folder} holds no weights: there is no model.safetensors and no {INDEX}")
     if not allow_pickle:

@@ -87,8 +87,10 @@ def _compute(step, parts, dtype):
                 "reach beyond the largest one): keep its experts packed"
             )
         return [result], wide
-    if not torch.isfinite(parts[0]).all():
-        raise ConversionError(f"{name} has values that are not finite, which cannot be stored in another format")
+    if not torch.isfinite(parts[0].float()).all():
+        raise ConversionError(
+            f"{name} has values that are not finite in float32: they cannot be stored in another format"
+        )
     if step.kind == "pack":
         if parts[0].shape[-1] % GROUP:
             raise ConversionError(f"{name} has {parts[0].shape[-1]} columns, not a multiple of {GROUP}")
