@@ -36,7 +36,8 @@ setup(
     python_requires=">=3.11",
     package_dir={"kimi_k3": "."},
     packages=["kimi_k3", *(f"kimi_k3.{folder}" for folder in FOLDERS if (ROOT / folder).is_dir())],
-    install_requires=["accelerate", "safetensors", "torch>=2.9", "transformers>=5.17,<6"],
+    # psutil and tqdm come with accelerate and transformers anyway; conversion imports them itself
+    install_requires=["accelerate", "psutil", "safetensors", "torch>=2.9", "tqdm", "transformers>=5.17,<6"],
     extras_require={
         # CUDA builds of torch bring triton along; this is for builds that do not.
         "triton": ["triton; platform_system == 'Linux'"],

@@ -76,17 +76,16 @@ def _narrows(step, dtype):
 
 
 def _compute(step, parts, dtype):
-    """The results of a step on some rows, and what they stand for without rounding."""
+    """The results of a step on some rows, and what they stand for without rounding (None: themselves)."""
     name = step.label
     if step.kind == "decode":
-        wide = dequantize_mxfp4(*parts, torch.float64)
-        result = wide.to(dtype)
+        result = dequantize_mxfp4(*parts, dtype)
         if not torch.isfinite(result).all():
             raise ConversionError(
                 f"{name} has scale bytes of values that {_name(dtype)} cannot hold (255 is not a number, 254 and 253 "
                 "reach beyond the largest one): keep its experts packed"
             )
-        return [result], wide
+        return [result], None
     if not torch.isfinite(parts[0].float()).all():
         raise ConversionError(
             f"{name} has values that are not finite in float32: they cannot be stored in another format"

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.conversion import ConversionError, Target, convert, open_checkpoint
 from kimi_k3.conversion.inventory import take_inventory
+from kimi_k3.conversion.source import PIECE, FileBytes
 from kimi_k3.conversion.verify import verify
 from kimi_k3.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 
@@ -106,6 +107,26 @@ def test_two_workers_and_eight_write_the_same(data_dir, tmp_path):
     for workers in (1, 2, 8):
         convert(data_dir / "k3_tiny_mxfp4", tmp_path / str(workers), Target(expert_dtype="bf16"), workers=workers)
     assert content(tmp_path / "1") == content(tmp_path / "2") == content(tmp_path / "8")
+
+
+def test_no_tensor_is_read_whole(variant, tmp_path, monkeypatch):
+    """Peak memory does not grow with the largest tensor: every read is a piece, and nothing is read twice."""
+
+    def edit(weights):
+        weights["model.embed_tokens.weight"] = torch.randn(100_000, 64).bfloat16()
+        weights["lm_head.weight"] = torch.randn(100_000, 64).bfloat16()
+
+    source = variant("kimi_linear_flat", edit, lambda values: values.update(vocab_size=100_000))
+    reads = []
+    original = FileBytes.read_into
+    monkeypatch.setattr(
+        FileBytes, "read_into", lambda self, view, at: (reads.append(len(view)), original(self, view, at))
+    )
+    convert(source, tmp_path / "new", Target(layout="native", expert_dtype="fp32"))
+    assert max(reads) <= PIECE < 100_000 * 64 * 2
+    stored = sum(part.nbytes for part in open_checkpoint(source).tensors.values())
+    assert stored <= sum(reads) < stored + 10_000
+    assert verify(source, tmp_path / "new", logits=False).same
 
 
 def test_the_index_is_exact(data_dir, tmp_path):
@@ -257,6 +278,45 @@ def test_any_bits_are_moved_unchanged(folder, through, variant, tmp_path):
     end = convert_chain(source, tmp_path, FORMS[through], back)
     assert (end / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
     assert verify(source, tmp_path / "step0", logits=False).same
+
+
+def test_subnormal_numbers_and_minus_zero_survive_a_wider_format(variant, tmp_path):
+    """Every finite bfloat16 in the experts, through float32 and back, byte for byte."""
+
+    def edit(weights):
+        bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+        values = bits.view(torch.bfloat16)
+        values = values[torch.isfinite(values)]
+        for name in weights:
+            if ".experts." in name and ".shared_" not in name:
+                values = values.roll(weights[name].numel())
+                weights[name] = values[: weights[name].numel()].clone().view(weights[name].shape)
+
+    source = variant("kimi_linear_flat", edit)
+    end = convert_chain(source, tmp_path, FORMS["fp32"], FORMS["native"], Target(expert_dtype="bf16"))
+    assert (end / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
+    assert verify(source, tmp_path / "step0", logits=False).same
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp32"])
+def test_every_scale_that_can_be_decoded_keeps_its_values(form, variant, tmp_path):
+    """Scale bytes 0 to 252 with any codes: other bytes may come back (the largest code decides), never other values."""
+
+    def edit(weights):
+        generator = torch.Generator().manual_seed(0)
+        for name, tensor in weights.items():
+            if name.endswith("weight_packed"):
+                tensor.random_(0, 256, generator=generator)
+            elif name.endswith("weight_scale"):
+                tensor.random_(0, 253, generator=generator)
+                tensor[0, 0], tensor[1, 0], tensor[2, 0] = 0, 1, 252
+
+    source = variant("k3_tiny_mxfp4", edit)
+    convert_chain(source, tmp_path, FORMS[form], Target(expert_dtype="mxfp4"))
+    for number in (0, 1):
+        result = verify(source, tmp_path / f"step{number}", logits=False)
+        assert result.same and result.equal == 328, result.differences[:3]
+    assert {each["max"] for each in json.loads((tmp_path / "step1" / "rounding.json").read_text()).values()} == {0}
 
 
 @pytest.mark.parametrize("folder", ["k3_tiny_mxfp4", "kimi_linear_flat"])
