@@ -5,9 +5,10 @@ import hashlib
 import json
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from .plan import Plan, Shard, Target, make_plan
@@ -71,9 +72,10 @@ def convert(
     files.mkdir(parents=True, exist_ok=True)
     with _only_one(work):
         _write_text(work / "state.json", json.dumps(state))
-        with tqdm(total=plan.total_size, unit="B", unit_scale=True, disable=not progress) as bar:
+        bar = tqdm(total=plan.total_size, unit="B", unit_scale=True, disable=not progress)
+        with bar, _pool(workers) as pool:
             for shard in plan.shards:
-                _write_shard(shard, files, workers, bar)
+                _write_shard(shard, files, pool, bar)
         _finish(checkpoint, plan, side_files, files)
         _put_in_place(work, destination)
     return plan
@@ -154,7 +156,19 @@ def _only_one(work):
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 
-def _write_shard(shard: Shard, files: Path, workers: int, bar) -> None:
+@contextlib.contextmanager
+def _pool(workers: int):
+    """Threads that compute alone: torch's own threads inside each of them would only wait for one another."""
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
+
+
+def _write_shard(shard: Shard, files: Path, pool: ThreadPoolExecutor, bar) -> None:
     path = files / shard.name
     head, begins = shard.layout()
     size = len(head) + shard.nbytes
@@ -169,16 +183,16 @@ def _write_shard(shard: Shard, files: Path, workers: int, bar) -> None:
     try:
         os.ftruncate(descriptor, size)  # what no step writes is zero: the tail of `A_log`
         os.pwrite(descriptor, head, 0)
-        with ThreadPoolExecutor(workers) as pool:
-            jobs = [pool.submit(carry_out, step, shard, descriptor, begins) for step in shard.steps]
-            try:
-                for step, job in zip(shard.steps, jobs, strict=True):
-                    if (result := job.result()) is not None:
-                        rounding[step.label] = result.report()
-                    bar.update(step.nbytes)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        jobs = [pool.submit(carry_out, step, shard, descriptor, begins) for step in shard.steps]
+        try:
+            for step, job in zip(shard.steps, jobs, strict=True):
+                if (result := job.result()) is not None:
+                    rounding[step.label] = result.report()
+                bar.update(step.nbytes)
+        finally:  # no thread may write to a descriptor that is closed
+            for job in jobs:
+                job.cancel()
+            wait(jobs)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -14,6 +14,9 @@ from .source import DTYPES, PIECE, ConversionError, pieces
 # Values that a computing step holds at once: the decoder needs about 40 bytes for each.
 VALUES = 1 << 19
 
+# 4 * 2^(253 - 127) is the first value that float32 and bfloat16 cannot hold.
+FIRST_LARGE_SCALE = 253
+
 _buffers = threading.local()
 
 
@@ -80,7 +83,7 @@ def _compute(step, parts, dtype):
     name = step.label
     if step.kind == "decode":
         result = dequantize_mxfp4(*parts, dtype)
-        if not torch.isfinite(result).all():
+        if parts[1].max() >= FIRST_LARGE_SCALE and not torch.isfinite(result).all():
             raise ConversionError(
                 f"{name} has scale bytes of values that {_name(dtype)} cannot hold (255 is not a number, 254 and 253 "
                 "reach beyond the largest one): keep its experts packed"
