@@ -3,9 +3,10 @@
     python benchmarks/conversion.py FOLDER [--experts 896] [--vocabulary 163840] [--repeats 3]
 
 FOLDER gets a checkpoint with the tensor names and shapes of Kimi K3: embedding, head and two full-width layers, the
-dense one and one with so many of its 896 experts; random bytes. Every run is a process of its own and ends with its
-files on the disk (fsync), the copy too. Copy and conversion take turns, so that both see the same machine; what is
-written is deleted after each run. A RAM disk shows what conversion itself costs. The table goes to docs/conversion.md.
+dense one and one with so many of its 896 experts; random bytes. Every run is a process of its own, reads from the disk
+(the source is evicted from the page cache) and ends with its files on it (fsync), the copy too. Copy and conversion
+take turns, so that both see the same machine; what is written is deleted after each run. A RAM disk shows what
+conversion itself costs. The table goes to docs/conversion.md.
 """
 
 import argparse
@@ -73,6 +74,11 @@ def make_source(folder: Path, experts: int, vocabulary: int) -> None:
 
 def measure(run: str, source: Path, destination: Path) -> dict:
     """One run in this process: seconds, bytes read and written, and how far the resident memory rose."""
+    for path in source.iterdir():  # every run reads from the disk
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    os.sync()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
     before = peak_memory()
     start = time.perf_counter()
