@@ -6,13 +6,14 @@ read wherever the configuration and the tokenizer are enough to tell.
 """
 
 import argparse
+import importlib.util
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, TextStreamer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.generation import BaseStreamer
 
 from . import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
@@ -349,6 +350,91 @@ def run_train(args: argparse.Namespace) -> None:
         raise UsageError(str(error)) from error
 
 
+# --- kimi-k3 eval ----------------------------------------------------------------------------------------------------
+
+
+def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of any causal language model of transformers")
+    parser.add_argument("--tasks", required=True, metavar="A,B", help="names in docs/evaluation.md, or all")
+    parser.add_argument("--lengths", required=True, metavar="4k,32k", help="tokens of a prompt, exactly")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="RUN", help="run folder; one that exists is continued"
+    )
+    parser.add_argument(
+        "--haystack",
+        nargs="+",
+        default=["repeat"],
+        metavar="H",
+        help="what facts are hidden in: repeat (default), noise, or text files",
+    )
+    parser.add_argument("--depths", type=at_least_one, default=5, metavar="N", help="places of a fact (default: 5)")
+    parser.add_argument("--samples", type=at_least_one, default=10, metavar="N", help="texts a cell (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="decides all texts (default: 0)")
+    parser.add_argument("--batch", type=at_least_one, metavar="N", help="rows of a forward (default: by length)")
+    parser.add_argument(
+        "--chunk", type=at_least_one, default=4096, metavar="N", help="tokens a forward (default: 4096)"
+    )
+    parser.add_argument("--trained-length", type=at_least_one, metavar="N", help="marked in the pictures")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="default: float32 on a CPU, on a GPU that of the checkpoint (auto)",
+    )
+    parser.add_argument("--endpoint", metavar="URL", help="ask a completion server, such as http://localhost:8000/v1")
+    parser.add_argument("--endpoint-model", metavar="NAME", help="the server's name of the model (default: MODEL)")
+    parser.add_argument(
+        "--timeout",
+        type=at_least_one,
+        default=600,
+        metavar="S",
+        help="seconds for one answer of a server (default: 600)",
+    )
+
+
+def run_eval(args: argparse.Namespace) -> None:
+    """Ask a model for what is hidden in long texts; the run folder gets results, pictures and a page."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("the pictures need matplotlib: pip install 'kimi-k3[eval]'")
+    from .eval import EvalError, Plan, Tokens, evaluate, open_haystack, parse_length, report, suite, summary
+
+    try:
+        names = tuple(suite.TASKS) if args.tasks == "all" else tuple(args.tasks.split(","))
+        lengths = tuple(parse_length(length) for length in args.lengths.split(","))
+        plan = Plan(names, lengths, args.depths, args.samples, args.seed)
+        device = choose_device(args.device)
+        if not args.model.is_dir():
+            raise UsageError(f"there is no checkpoint folder {args.model}")
+        tokens = Tokens(load_tokenizer(args.model))
+        haystack = open_haystack(args.haystack, tokens)
+        plan.check(haystack, tokens)
+        reader = eval_reader(args, tokens, device)
+        lines = evaluate(reader, tokens, haystack, plan, args.out)
+    except EvalError as error:
+        raise UsageError(str(error)) from error
+    page = report.write_report(lines, args.out, f"Recall of {args.model.name}", args.trained_length)
+    print(report.table(summary(lines)))
+    print(f"pictures: {page}")
+
+
+def eval_reader(args: argparse.Namespace, tokens, device: torch.device):
+    """The endpoint, or the model of the folder, whatever class it has; the trained length is read from its config."""
+    from .eval import EndpointReader, ModelReader
+
+    if args.endpoint is not None:
+        return EndpointReader(args.endpoint, args.endpoint_model or str(args.model), tokens, args.timeout)
+    try:
+        config = AutoConfig.from_pretrained(args.model, trust_remote_code=False).get_text_config(decoder=True)
+        args.trained_length = args.trained_length or getattr(config, "max_position_embeddings", None)
+        dtype = args.dtype or ("auto" if device.type == "cuda" else "float32")
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=dtype, device_map=device, trust_remote_code=False
+        ).eval()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the model in {args.model} cannot be loaded: {error}") from error
+    return ModelReader(model, tokens, args.chunk, args.batch)
+
+
 # --- entry -----------------------------------------------------------------------------------------------------------
 
 # name: (help, declares the arguments, runs)
@@ -356,6 +442,7 @@ COMMANDS = {
     "generate": ("continue a text with a checkpoint", add_generate_arguments, run_generate),
     "train": ("train a model on local text", add_train_arguments, run_train),
     **CONVERSION_COMMANDS,
+    "eval": ("measure recall over the length of the context", add_eval_arguments, run_eval),
 }
 
 

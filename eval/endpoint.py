@@ -1,0 +1,81 @@
+"""A completion server that speaks OpenAI's protocol, asked instead of a model in this process."""
+
+import hashlib
+import http.client
+import json
+import urllib.error
+import urllib.request
+
+from .sizing import EvalError, Prompt, Tokens
+from .suite import Task, answer_room
+
+PROBE = "The grass is green."
+
+
+class EndpointReader:
+    """Greedy answers of `POST URL/completions`, one request a question: the server keeps what prompts share.
+
+    Args:
+        url: up to and without "/completions".
+        model: the server's name of it.
+        tokens: the model's tokenizer, with which prompts are sized.
+        timeout: seconds for one answer.
+
+    Raises:
+        EvalError: if the server does not answer a first short request, or counts its tokens otherwise.
+    """
+
+    def __init__(self, url: str, model: str, tokens: Tokens, timeout: float = 600):
+        if not url.startswith(("http://", "https://")):
+            raise EvalError(f"the endpoint {url} is no address: write http://localhost:8000/v1")
+        self.url, self.model, self.tokens, self.timeout = url.rstrip("/") + "/completions", model, tokens, timeout
+        usage = self._ask(PROBE, 1).get("usage") or {}
+        counted, own = usage.get("prompt_tokens"), tokens.count(PROBE)
+        if counted is not None and counted != own:
+            raise EvalError(
+                f"the endpoint counts {counted} tokens in {PROBE!r} and the tokenizer of MODEL {own}: "
+                "give the folder of the model that the server runs"
+            )
+
+    def fingerprint(self) -> str:
+        """A digest of the address and the name: what stands behind them cannot be seen from here."""
+        return hashlib.sha256(f"{self.url} {self.model}".encode()).hexdigest()
+
+    def units_at_once(self, length: int, questions: int) -> int:
+        return 1
+
+    def answers(self, task: Task, units: list[list[Prompt]]) -> list[list[str]]:
+        return [[self._answer(prompt, task) for prompt in prompts] for prompts in units]
+
+    def _answer(self, prompt, task):
+        return self._ask(prompt.text, answer_room(prompt, task, self.tokens))["choices"][0]["text"]
+
+    def _ask(self, text, most):
+        """The server's reply as a dict.
+
+        Raises:
+            EvalError: for an error, silence longer than the timeout, or a reply of another form.
+        """
+        body = {"model": self.model, "prompt": text, "max_tokens": most, "temperature": 0}
+        request = urllib.request.Request(
+            self.url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                answer = json.loads(reply.read())
+        except urllib.error.HTTPError as error:
+            said = error.read(300).decode(errors="replace").strip()
+            raise EvalError(f"the endpoint {self.url} answered {error.code}: {said or error.reason}") from error
+        except TimeoutError as error:
+            raise EvalError(f"the endpoint {self.url} gave no answer within {self.timeout} seconds") from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                raise EvalError(f"the endpoint {self.url} gave no answer within {self.timeout} seconds") from error
+            raise EvalError(f"the endpoint {self.url} cannot be reached: {reason}") from error
+        except ValueError as error:
+            raise EvalError(f"the endpoint {self.url} did not answer in JSON") from error
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not choices or not isinstance(choices[0].get("text"), str):
+            raise EvalError(f"the endpoint {self.url} answered without choices[0].text: {json.dumps(answer)[:200]}")
+        return answer

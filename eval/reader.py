@@ -1,0 +1,124 @@
+"""What reads the prompts of a unit and answers them: a model of transformers.
+
+All prompts of a batch have the same number of tokens, so that no row is ever padded. What the questions of one text
+share is read once; each question then goes on from a copy of the cache.
+"""
+
+import copy
+import hashlib
+
+import torch
+
+from kimi_k3 import CACHE_ARGUMENT, HybridCache
+from kimi_k3.cache_kimi_k3 import model_fingerprint
+
+from .sizing import Prompt, Tokens
+from .suite import Task, answer_room
+
+TOKENS_AT_ONCE = 32_768  # of a batch whose size is chosen by itself
+
+
+def rows_at_once(batch: int | None, length: int) -> int:
+    """Rows of a forward: what was asked for, or as many as keep a batch within `TOKENS_AT_ONCE`."""
+    return batch or max(TOKENS_AT_ONCE // length, 1)
+
+
+class ModelReader:
+    """Greedy answers of a causal language model.
+
+    Args:
+        model: any `AutoModelForCausalLM` with a cache, in evaluation mode.
+        tokens: its tokenizer.
+        chunk: tokens of a prompt that one forward reads; the memory of a long prompt is its cache and one chunk.
+        batch: rows of a forward; None chooses by length.
+    """
+
+    def __init__(self, model: torch.nn.Module, tokens: Tokens, chunk: int = 4096, batch: int | None = None):
+        self.model, self.tokens, self.chunk, self.batch = model, tokens, chunk, batch
+        ends = getattr(model.generation_config, "eos_token_id", None)
+        self.ends = {tokens.eos, *(ends if isinstance(ends, list) else [ends])} - {None}
+
+    def fingerprint(self) -> str:
+        """Hex digest of the weights, the output layer and the computation that the config names."""
+        digest = hashlib.sha256(model_fingerprint(self.model).encode())
+        head = self.model.get_output_embeddings()
+        if head is not None:
+            digest.update(head.weight.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def units_at_once(self, length: int, questions: int) -> int:
+        """How many texts of `length` tokens with so many questions each go into one call of `answers`."""
+        return max(rows_at_once(self.batch, length) // questions, 1)
+
+    @torch.no_grad()
+    def answers(self, task: Task, units: list[list[Prompt]]) -> list[list[str]]:
+        """Answers [unit][question].
+
+        Args:
+            task: of all units.
+            units: prompts of one length, and as many for each unit.
+        """
+        ids = torch.tensor([[prompt.ids for prompt in prompts] for prompts in units], device=self.model.device)
+        count, questions, length = ids.shape
+        shared = length if questions == 1 else min(_shared(rows) for rows in ids)
+        cache, logits = self._read(ids[:, 0, :shared], None)
+        if questions == 1:
+            return [[text] for text in self._decode([prompts[0] for prompts in units], task, cache, logits)]
+        together = min(max(rows_at_once(self.batch, length) // count, 1), questions)
+        if not all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
+            together = 1
+        answered = [[] for _ in units]
+        for first in range(0, questions, together):
+            group = ids[:, first : first + together]
+            last = first + together >= questions
+            held = cache if last else _copy(cache)
+            if group.shape[1] > 1:
+                held.batch_repeat_interleave(group.shape[1])
+            prompts = [prompt for unit in units for prompt in unit[first : first + together]]
+            held, logits = self._read(group[:, :, shared:].flatten(0, 1), held)
+            texts = self._decode(prompts, task, held, logits)
+            for row, unit in enumerate(answered):
+                unit += texts[row * group.shape[1] : (row + 1) * group.shape[1]]
+            del held
+        return answered
+
+    def _forward(self, ids, cache):
+        known = {} if cache is None else {CACHE_ARGUMENT: cache}
+        output = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **known)
+        return output[CACHE_ARGUMENT], output.logits[:, -1]
+
+    def _read(self, ids, cache):
+        """[rows, T] -> the cache after them and the logits [rows, vocab] of what follows."""
+        for part in ids.split(self.chunk, dim=1):
+            cache, logits = self._forward(part, cache)
+        return cache, logits
+
+    def _decode(self, prompts, task, cache, logits):
+        """The greedy continuations, each cut at an end token, at its room, or where it has named all answers."""
+        rooms = [answer_room(prompt, task, self.tokens) for prompt in prompts]
+        written, running = [[] for _ in prompts], set(range(len(prompts)))
+        texts = [""] * len(prompts)
+        while running:
+            chosen = logits.argmax(-1)
+            for row, token in enumerate(chosen.tolist()):
+                if row not in running:
+                    continue
+                if token not in self.ends:
+                    written[row].append(token)
+                    texts[row] = self.tokens.text(written[row])
+                found = task.finished(texts[row], prompts[row].question.answers)
+                if token in self.ends or found or len(written[row]) == rooms[row]:
+                    running.remove(row)
+            if running:
+                cache, logits = self._forward(chosen[:, None], cache)
+        return texts
+
+
+def _shared(rows: torch.Tensor) -> int:
+    """How many first tokens the rows [questions, T] have in common; at least the last one is left to each."""
+    same = (rows == rows[:1]).all(0)
+    return min(int(same.long().cumprod(0).sum()), rows.shape[1] - 1)
+
+
+def _copy(cache):
+    return cache.snapshot() if isinstance(cache, HybridCache) else copy.deepcopy(cache)

@@ -1,0 +1,265 @@
+"""An evaluation: the plan, the file of results that a killed run continues, and what is written at the end.
+
+Each line of `results.jsonl` is one question with all that tells whether it belongs to this run: the model's
+fingerprint, the prompt's hash, seed and versions. Nothing in it depends on time, batches or the machine's load, so that
+a continued file is byte for byte the uninterrupted one.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+
+import kimi_k3
+
+from .haystack import Haystack
+from .sizing import EvalError, Tokens
+from .suite import TASKS, Unit
+
+SUITE = 1  # raised when a seed gives other prompts than before
+_IDENTITY = ("model", "seed", "haystack", "versions")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is asked, in the order in which it is asked.
+
+    Attributes:
+        tasks: names in `TASKS`.
+        lengths: tokens of a prompt.
+        depths: how many places from the start to the end a fact is hidden at, for tasks with one fact.
+        samples: texts of each task, length and depth; tasks without a grid of depths get as many in all.
+        seed: decides all of the texts.
+    """
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    depths: int = 5
+    samples: int = 10
+    seed: int = 0
+
+    def __post_init__(self):
+        unknown = [name for name in self.tasks if name not in TASKS]
+        if unknown:
+            raise EvalError(f"there is no task {unknown[0]}: choose from {', '.join(TASKS)}")
+        for name in ("tasks", "lengths"):
+            values = getattr(self, name)
+            if not values:
+                raise EvalError(f"no {name} were given")
+            if len(set(values)) < len(values):
+                raise EvalError(f"one of the {name} is given twice")
+        if min(self.depths, self.samples, *self.lengths) < 1:
+            raise EvalError("lengths, depths and samples must be at least 1")
+
+    def grid(self) -> list[float]:
+        return [0.5] if self.depths == 1 else [i / (self.depths - 1) for i in range(self.depths)]
+
+    def units(self) -> list[Unit]:
+        return [
+            Unit(task, length, depth, sample)
+            for length in sorted(self.lengths)
+            for task in self.tasks
+            for depth in (self.grid() if TASKS[task].by_depth else [None])
+            for sample in range(self.samples if depth is not None else self.samples * self.depths)
+        ]
+
+    def check(self, haystack: Haystack, tokens: Tokens) -> None:
+        """Refuse what a task cannot do, before a model is loaded.
+
+        Raises:
+            EvalError: for a length that some text of a task does not fit into.
+        """
+        safe = {}
+        for unit in self.units():
+            # Texts differ by a few tokens in what they need: those near the limit are all tried.
+            if unit.length < safe.get(unit.task, float("inf")):
+                prompts = unit.prompts(self.seed, haystack, tokens)
+                needed = tokens.count(prompts[0].question.tail) + 1
+                if unit.length >= 8 * needed + 4096:
+                    safe[unit.task] = unit.length
+
+
+class Results:
+    """The lines of a run folder's `results.jsonl`.
+
+    Args:
+        folder: is made if it is not there.
+        identity: {name: value} of what all lines must share.
+
+    Raises:
+        EvalError: for a folder that cannot be written, or that holds results of something else.
+    """
+
+    def __init__(self, folder: Path, identity: dict):
+        self.file, self.identity = folder / "results.jsonl", identity
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with self.file.open("ab"):
+                pass
+            data = self.file.read_bytes()
+        except OSError as error:
+            raise EvalError(f"{folder} cannot be written: {error.strerror}") from error
+        whole = data[: data.rfind(b"\n") + 1]  # a kill while writing leaves a part of a line
+        if len(whole) < len(data):
+            os.truncate(self.file, len(whole))
+        try:
+            self.lines = [json.loads(line) for line in whole.splitlines()]
+        except ValueError as error:
+            raise EvalError(f"{self.file} is not a file of results: {error}") from error
+        for line in self.lines:
+            other = [f"{name} {line.get(name)}" for name in _IDENTITY if line.get(name) != identity[name]]
+            if other:
+                raise EvalError(f"{folder} holds results of another run ({', '.join(other)}): choose a new folder")
+        self.done = {self._key(line) for line in self.lines}
+
+    @staticmethod
+    def _key(line):
+        return tuple(line[name] for name in ("task", "length", "at_depth", "sample", "question"))
+
+    def missing(self, unit: Unit, questions: int) -> list[int]:
+        """The questions of a unit that have no line yet."""
+        key = (unit.task, unit.length, unit.depth, unit.sample)
+        return [question for question in range(questions) if (*key, question) not in self.done]
+
+    def append(self, lines: list[dict]) -> None:
+        lines = [{**line, **self.identity} for line in lines]
+        with self.file.open("ab") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self.lines += lines
+        self.done |= {self._key(line) for line in lines}
+
+
+def identity_of(reader, tokens: Tokens, haystack: Haystack, seed: int) -> dict:
+    """What must be the same in all results of a folder."""
+    vocabulary = json.dumps(sorted(tokens.tokenizer.get_vocab().items())).encode()
+    digest = hashlib.sha256(reader.fingerprint().encode() + vocabulary).hexdigest()
+    versions = (
+        f"kimi-k3 {kimi_k3.__version__}, suite {SUITE}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, python {platform.python_version()}"
+    )
+    return {"model": digest[:16], "seed": seed, "haystack": haystack.name, "versions": versions}
+
+
+def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Path) -> list[dict]:
+    """Ask what is missing in the folder, and return the lines of this plan in its order.
+
+    Args:
+        reader: a `ModelReader`, `EndpointReader`, or anything with their three methods.
+
+    Raises:
+        EvalError: before anything is asked, for a folder that cannot be used; later, if the reader fails. What was
+            answered until then is in the folder.
+    """
+    results = Results(folder, identity_of(reader, tokens, haystack, plan.seed))
+    units, at = plan.units(), 0
+    bar = tqdm(total=sum(unit.length for unit in units), desc="eval", unit="tok", unit_scale=True, mininterval=1.0)
+    with bar:
+        while at < len(units):
+            bar.set_description(f"{units[at].task} {units[at].length}")
+            batch, at = _next_batch(units, at, reader, plan.seed, haystack, tokens, results)
+            if batch:
+                answers = reader.answers(TASKS[batch[0][0].task], [[p for _, p in asked] for _, asked in batch])
+                for (unit, asked), texts in zip(batch, answers, strict=True):
+                    results.append([_line(unit, *pair, text) for pair, text in zip(asked, texts, strict=True)])
+            bar.update(sum(unit.length for unit in units[:at]) - bar.n)
+    wanted = {(u.task, u.length, u.depth, u.sample): place for place, u in enumerate(units)}
+    lines = [line for line in results.lines if Results._key(line)[:4] in wanted]
+    return sorted(lines, key=lambda line: (wanted[Results._key(line)[:4]], line["question"]))
+
+
+def _next_batch(units, at, reader, seed, haystack, tokens, results):
+    """([(unit, [(question number, prompt)] that are missing)], place of the next unit): alike, and few enough."""
+    batch, most = [], None
+    for unit in units[at:]:
+        if batch and (unit.task, unit.length) != (batch[0][0].task, batch[0][0].length):
+            break
+        prompts = unit.prompts(seed, haystack, tokens)
+        missing = results.missing(unit, len(prompts))
+        if batch and missing and len(missing) != len(batch[0][1]):
+            break  # a unit that was cut off by a kill is asked by itself
+        at += 1
+        if not missing:
+            continue
+        batch.append((unit, [(question, prompts[question]) for question in missing]))
+        most = most or reader.units_at_once(unit.length, len(missing))
+        if len(batch) == most:
+            break
+    return batch, at
+
+
+def _line(unit, number, prompt, text):
+    question = prompt.question
+    ids = hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in prompt.ids)).hexdigest()
+    return {
+        "task": unit.task,
+        "length": unit.length,
+        "at_depth": unit.depth,
+        "sample": unit.sample,
+        "question": number,
+        "depth": question.depth,
+        "prompt": ids[:16],
+        "answers": list(question.answers),
+        "output": text,
+        "score": TASKS[unit.task].score(text, question.answers),
+    }
+
+
+def by_cell(lines: list[dict], *names: str) -> dict[tuple, list[dict]]:
+    """The lines grouped by these fields, in the order in which they come."""
+    cells = {}
+    for line in lines:
+        cells.setdefault(tuple(line[name] for name in names), []).append(line)
+    return cells
+
+
+def interval(scores: list[float]) -> tuple[float, float, float]:
+    """(mean, low, high): Wilson's 95 % interval of independent scores from 0 to 1; wide enough for fractions too."""
+    count, mean, z = len(scores), sum(scores) / len(scores), 1.959964
+    middle = (mean + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * (mean * (1 - mean) / count + z * z / (4 * count * count)) ** 0.5
+    return mean, min(max(middle - half, 0.0), mean), max(min(middle + half, 1.0), mean)
+
+
+def summary(lines: list[dict]) -> list[dict]:
+    """Mean and interval of every task and length, with one observation a text: its questions are not independent."""
+    cells = []
+    for (task, length), cell in by_cell(lines, "task", "length").items():
+        texts = by_cell(cell, "at_depth", "sample").values()
+        mean, low, high = interval([sum(line["score"] for line in text) / len(text) for text in texts])
+        cells.append(
+            {
+                "task": task,
+                "length": length,
+                "score": mean,
+                "low": low,
+                "high": high,
+                "texts": len(texts),
+                "questions": len(cell),
+                "chance": TASKS[task].chance,
+            }
+        )
+    return cells
+
+
+def parse_length(text: str) -> int:
+    """Tokens: "4k" is 4,096 and "1m" 1,048,576."""
+    scale = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
+    digits = text if scale == 1 else text[:-1]
+    if not digits.isdecimal() or int(digits) < 1:
+        raise EvalError(f"{text!r} is no length: write 4096, 4k or 1m")
+    return int(digits) * scale
+
+
+def short_length(length: int) -> str:
+    for scale, letter in ((1024**2, "m"), (1024, "k")):
+        if length % scale == 0:
+            return f"{length // scale}{letter}"
+    return str(length)

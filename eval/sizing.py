@@ -1,0 +1,187 @@
+"""Prompts of exactly so many tokens, for any tokenizer.
+
+A prompt is text whose ids are what the tokenizer makes of the whole of it: nothing is glued together from ids, so that
+a server or another program that gets the text reads the same tokens. The text grows by whole units (sentences, lines)
+until no further one fits; the last tokens are filled with the beginning of a further piece of filler.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_CONTEXT = 256  # characters before the filling that are tokenized with it: what lies farther back does not change
+_WINDOW = 32  # characters around the estimated end of the filling that are tried
+_GAP = 96  # tokens that the filling may have to make up for
+_ENDINGS = ("", ".", " a", " I", "...", " .", "!", " -", "?!")  # where no cut of the filler alone has the exact count
+
+
+class EvalError(ValueError):
+    """An evaluation that cannot be done as asked; its text is a sentence for the user."""
+
+
+class TooShort(EvalError):
+    """A prompt that needs more tokens than were asked for: `needed`."""
+
+    def __init__(self, needed: int):
+        self.needed = needed
+        super().__init__(f"needs at least {needed} tokens")
+
+
+class Tokens:
+    """A tokenizer as prompts need it: text to ids, with what the tokenizer puts in front and nothing behind.
+
+    Args:
+        tokenizer: of transformers, slow or fast.
+
+    Raises:
+        EvalError: for one without an EOS token, which could not end an answer.
+    """
+
+    def __init__(self, tokenizer):
+        if tokenizer.eos_token_id is None:
+            raise EvalError("the tokenizer has no EOS token to end an answer: set eos_token in tokenizer_config.json")
+        self.tokenizer, self.eos = tokenizer, tokenizer.eos_token_id
+        plain, framed = self._plain("a"), tokenizer("a").input_ids
+        if not plain:
+            raise EvalError('the tokenizer makes no token of "a": its vocabulary is empty')
+        at = next((i for i in range(len(framed)) if framed[i : i + len(plain)] == plain), 0)
+        self.start = list(framed[:at])
+
+    def _plain(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+
+    def ids(self, text: str) -> list[int]:
+        return self.start + self._plain(text)
+
+    def count(self, text: str) -> int:
+        return len(self.ids(text))
+
+    def text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def control_words(self, text: str) -> list[str]:
+        """The special tokens that are written out in `text`, where they would act instead of being read."""
+        return [word for word in self.tokenizer.all_special_tokens if word and word in text]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What follows the text, up to where the answer starts.
+
+    Attributes:
+        tail: the end of the prompt.
+        answers: what an answer has to name.
+        depth: where in the text it is told, 0 first and 1 last; None where it is told all over it.
+    """
+
+    tail: str
+    answers: tuple[str, ...]
+    depth: float | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A text of no fixed size and the questions about it.
+
+    Attributes:
+        head: the beginning, the same at any size.
+        build: number of units, at least `fewest` -> (body, questions); the number of questions does not depend on it.
+        filling: number of characters -> at least so many of text that goes on after the body.
+        once: what must stand in the body exactly once: the facts that are asked for.
+    """
+
+    head: str
+    build: Callable[[int], tuple[str, list[Question]]]
+    fewest: int
+    filling: Callable[[int], str]
+    once: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question with its text, `ids` being what the tokenizer makes of `text`."""
+
+    text: str
+    ids: list[int]
+    question: Question
+
+
+def fit(draft: Draft, length: int, tokens: Tokens) -> list[Prompt]:
+    """The prompts of a draft, one a question, each of exactly `length` tokens.
+
+    Raises:
+        TooShort: if the draft's shortest form has more.
+        EvalError: if the tokenizer makes no text of exactly so many tokens.
+    """
+    body, questions = _grow(draft, length, tokens)
+    return [_fill(draft, body, question, length, tokens) for question in questions]
+
+
+def _grow(draft, length, tokens):
+    """The largest body, or one at most _GAP tokens short of it, with which all questions fit."""
+
+    def measure(units):
+        body, questions = draft.build(units)
+        longest = max(questions, key=lambda question: tokens.count(question.tail))
+        return tokens.count(draft.head + body + longest.tail), (body, questions)
+
+    # One token is kept back: the longest tail alone is not always the longest behind the body.
+    room = length - 1
+    low, (low_count, best) = draft.fewest, measure(draft.fewest)
+    if low_count > room:
+        raise TooShort(low_count + 1)
+    high, high_count = None, None
+    while room - low_count > _GAP and (high is None or high > low + 1):
+        if high is None:
+            per_unit = max(low_count / max(low, 1), 1e-3)
+            guess = low + max(int((room - low_count) / per_unit), 1)
+        else:
+            share = (room - low_count) / max(high_count - low_count, 1)
+            guess = low + min(max(int((high - low) * share), 1), high - low - 1)
+        count, made = measure(guess)
+        if count <= room:
+            low, low_count, best = guess, count, made
+        else:
+            high, high_count = guess, count
+    return best
+
+
+def _fill(draft, body, question, length, tokens):
+    """The prompt of a question: filling between the body and its tail up to the exact length."""
+    front, tail = draft.head + body, question.tail
+    missing = length - tokens.count(front + tail)
+    behind = front[-_CONTEXT:]
+    without = tokens.count(behind + tail)
+    source = draft.filling(16 * max(missing, 0) + 2 * _CONTEXT)
+    tried, wanted = 0, missing
+    while wanted >= 0 and tried < 8:
+        filling = _filling_of(source, wanted, lambda part: tokens.count(behind + part + tail) - without)
+        if filling is None:
+            break
+        text = front + filling + tail
+        ids = tokens.ids(text)
+        if len(ids) == length:
+            return Prompt(text, ids, question)
+        tried, wanted = tried + 1, wanted + length - len(ids)
+    raise EvalError(f"the tokenizer makes no text of exactly {length} tokens here: choose another length or haystack")
+
+
+def _filling_of(source, wanted, added):
+    """A beginning of `source`, perhaps with a short ending, that adds `wanted` tokens; whole words if that is possible.
+
+    `added` is all but monotonous in the number of characters: the place is found by bisection and then looked around.
+    """
+    low, high = 0, len(source)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if added(source[:middle]) >= wanted else (middle + 1, high)
+    around = sorted(range(max(low - _WINDOW, 0), min(low + _WINDOW, len(source)) + 1), key=lambda end: abs(end - low))
+    whole = [
+        end for end in around if source[end : end + 1] in ("", " ", "\n") and source[:end] == source[:end].rstrip()
+    ]
+    whole = [0, *whole] if low == 0 else whole
+    for ends, endings in ((whole, ("",)), (around, ("",)), (around, _ENDINGS[1:])):
+        for end in ends:
+            for ending in endings:
+                if added(source[:end] + ending) == wanted:
+                    return source[:end] + ending
+    return None

@@ -1,0 +1,430 @@
+"""The recall tasks: drafts of prompts, made from a seed for any tokenizer, and how their answers are scored.
+
+The tasks with a RULER name (Hsieh et al. 2024, arXiv 2404.06654) keep its wording, counts and score, so that results
+compare. docs/evaluation.md says where they differ.
+"""
+
+import itertools
+import math
+import random
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kimi_k3.training.small_data import ATTRIBUTES, HELD_OUT_NAMES, QUESTION
+
+from .haystack import Haystack
+from .sizing import Draft, EvalError, Prompt, Question, Tokens, TooShort, fit
+from .words import ADJECTIVES, NOUNS, distinct, invented
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+SEQUENCE = 10  # letters of a palindrome task
+STACKS = 4
+PAIRS_ASKED = 8  # pairs of one list that are asked for
+_ATTEMPTS = 8  # at a text that holds its facts once
+
+# --- scoring ---------------------------------------------------------------------------------------------------------
+
+
+def contained(output: str, answers: tuple[str, ...]) -> float:
+    """The share of the answers that stand somewhere in the output, as RULER counts them."""
+    return sum(answer.lower() in output.lower() for answer in answers) / len(answers)
+
+
+def whole_words(output: str, answers: tuple[str, ...]) -> float:
+    """The share of the answers that stand in the output as words of their own."""
+    said = set(re.findall(r"\w+", output.lower()))
+    return sum(answer.lower() in said for answer in answers) / len(answers)
+
+
+def in_order(output: str, answers: tuple[str, ...]) -> float:
+    """The share of the answers that the output's words name in their places."""
+    said = re.findall(r"\w+", output)
+    return sum(word == answer for word, answer in zip(said, answers, strict=False)) / len(answers)
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a task is made for: one text of the plan."""
+
+    rng: random.Random
+    haystack: Haystack
+    length: int
+    depth: float | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kind of question.
+
+    Attributes:
+        make: a draft for `Asked`.
+        about: one line for the report.
+        chance: expected score of an answer of the right kind by somebody who did not read the text.
+        room: tokens that an answer may have, at least; RULER's where it has the task.
+        score: (output, answers) -> 0 to 1.
+        by_depth: whether texts are made for each depth of the grid.
+        ruler: its name in RULER.
+    """
+
+    name: str
+    make: Callable[[Asked], Draft]
+    about: str
+    chance: float
+    room: int
+    score: Callable[[str, tuple[str, ...]], float] = contained
+    by_depth: bool = False
+    ruler: str | None = None
+
+    def finished(self, output: str, answers: tuple[str, ...]) -> bool:
+        """Whether no further word can change the score: every answer was found, wherever in the output it may stand."""
+        return self.score is contained and contained(output, answers) == 1
+
+
+def _hidden(
+    asked: Asked, head: str, facts: list[tuple[float, str]], questions: list[Question], values=(), units=None
+) -> Draft:
+    """A draft of filler with facts (depth, text) put in between the units; they and `values` may stand in it once."""
+    lines = units or asked.haystack.stream(asked.rng).units
+    # A second stream, so that the end of the text does not depend on how far the first one was read.
+    filling = asked.haystack.stream(random.Random(asked.rng.random())).characters
+    separator = "\n" if units else asked.haystack.separator
+    facts = sorted(facts, key=lambda fact: fact[0])
+
+    def build(count):
+        pieces, before, filler = [], 0, lines(count)
+        for depth, fact in facts:
+            at = round(depth * count)
+            pieces += [*filler[before:at], fact + separator]
+            before = at
+        return "".join([*pieces, *filler[before:]]), questions
+
+    return Draft(head, build, len(facts) + 1, filling, (*(fact for _, fact in facts), *values))
+
+
+def _number(rng):
+    return str(rng.randint(10**6, 10**7 - 1))
+
+
+def _word(rng):
+    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+
+
+def _uuid(rng):
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
+
+
+def _needles(keys=1, values=1, together=False, key=_word, kind="number", needle_haystack=False):
+    """RULER's needles: `values` numbers for each of `keys` keys, asked one key at a time or all `together`."""
+    value = _number if kind == "number" else _uuid
+
+    def make(asked: Asked) -> Draft:
+        rng = asked.rng
+        names = distinct(lambda: key(rng), keys)
+        told = distinct(lambda: value(rng), keys * values)
+        answers = {name: tuple(told[i * values : (i + 1) * values]) for i, name in enumerate(names)}
+        if asked.depth is not None:
+            depths = [asked.depth]
+        else:  # as RULER: different ones of 40 from the start to the end
+            depths = [step / 39 for step in rng.sample(range(40), keys * values)]
+        pairs = [(name, number) for name in names for number in answers[name]]
+        depth_of = dict(zip(pairs, depths, strict=True))
+        facts = [(depth_of[pair], NEEDLE.format(kind=kind, key=pair[0], value=pair[1])) for pair in pairs]
+        one = values == 1 and not together
+
+        def question(asked_names):
+            query = asked_names[0]
+            if len(asked_names) > 1:
+                query = ", ".join(asked_names[:-1]) + ", and " + asked_names[-1]
+            many, verb, which = ("", "is", "What is the") if one else ("s", "are", "What are all the")
+            tail = (
+                f"\n{which} special magic {kind}{many} for {query} mentioned in the provided text? "
+                f"The special magic {kind}{many} for {query} mentioned in the provided text {verb}"
+            )
+            depth = depth_of[pairs[names.index(query)]] if one else None
+            return Question(tail, tuple(number for name in asked_names for number in answers[name]), depth)
+
+        questions = [question(names)] if together else [question([name]) for name in names]
+        head = (
+            f"A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+            f"I will quiz you about the {kind} afterwards.\n"
+            if one
+            else f"Some special magic {kind}s are hidden within the following text. Make sure to memorize it. "
+            f"I will quiz you about the {kind}s afterwards.\n"
+        )
+        lines = _needle_lines(rng, key, value, kind, set(names), set(told)) if needle_haystack else None
+        return _hidden(asked, head, facts, questions, told, lines)
+
+    return make
+
+
+def _needle_lines(rng, key, value, kind, keys, values):
+    """Filler of other needles, none of which has a key or a value that was there before."""
+    lines = []
+
+    def fresh(draw, seen):
+        if draw is _word and len(seen) >= 0.9 * len(ADJECTIVES) * len(NOUNS):
+            raise EvalError("multikey_lines runs out of different keys at this length: take multikey_uuid")
+        while (drawn := draw(rng)) in seen:
+            pass
+        seen.add(drawn)
+        return drawn
+
+    def units(count):
+        while len(lines) < count:
+            lines.append(NEEDLE.format(kind=kind, key=fresh(key, keys), value=fresh(value, values)) + "\n")
+        return lines[:count]
+
+    return units
+
+
+def _tracking(asked: Asked) -> Draft:
+    """RULER's variable tracking: one value handed on along a chain of four hops."""
+    rng, hops = asked.rng, 4
+    names = distinct(lambda: "".join(rng.choices(LETTERS, k=5)), hops + 1)
+    value = str(rng.randint(10_000, 99_999))
+    steps = [
+        f"VAR {names[0]} = {value}",
+        *(f"VAR {new} = VAR {old}" for old, new in itertools.pairwise(names)),
+    ]
+    facts = list(zip(sorted(rng.random() for _ in steps), steps, strict=True))
+    head = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    tail = (
+        f"\nQuestion: Find all variables that are assigned the value {value} in the text above. "
+        f"Answer: According to the chain(s) of variable assignment in the text above, {len(names)} variables are "
+        f"assigned the value {value}, they are:"
+    )
+    return _hidden(asked, head, facts, [Question(tail, tuple(names))])
+
+
+def _common_words(asked: Asked) -> Draft:
+    """RULER's common words: ten words of a list stand in it 30 times, all others 3 times (6 and 1 below 4k)."""
+    rng = asked.rng
+    often, seldom = (30, 3) if asked.length >= 4096 else (6, 1)
+    common = distinct(lambda: invented(rng), 10)
+    others, seen, order = [], set(common), rng.random()
+
+    def build(count):
+        while len(others) < count:
+            if (word := invented(rng)) not in seen:
+                seen.add(word)
+                others.append(word)
+        words = common * often + others[:count] * seldom
+        random.Random(order).shuffle(words)
+        return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1)) + " ", [Question(tail, tuple(common))]
+
+    head = (
+        "Below is a numbered list of words. In these words, some appear more often than others. "
+        "Memorize the ones that appear most often.\n"
+    )
+    tail = (
+        "\nQuestion: What are the 10 most common words in the above list? "
+        "Answer: The top 10 words that appear most often in the list are:"
+    )
+    return Draft(head, build, 10, asked.haystack.stream(rng).characters)
+
+
+def _frequent_words(asked: Asked) -> Draft:
+    """RULER's frequent words: the count falls with the square of the rank; dots come first, then the answers."""
+    rng, norm = asked.rng, math.pi**2 / 6
+    coded = distinct(lambda: "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)), max(asked.length // 50, 8))
+    order = rng.random()
+
+    def build(count):
+        words = ["..."] * int(count / norm)
+        for rank, word in enumerate(coded, 2):
+            words += [word] * int(count / norm / rank**2)
+        random.Random(order).shuffle(words)
+        return " ".join(words) + " ", [Question(tail, tuple(coded[:3]))]
+
+    head = (
+        "Read the following coded text and track the frequency of each coded word. "
+        "Find the three most frequently appeared coded words. "
+    )
+    tail = (
+        "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
+        "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
+        "appeared words are:"
+    )
+    return Draft(head, build, 110, asked.haystack.stream(rng).characters)  # from 110 words on the fourth is rarer
+
+
+def _associative(asked: Asked) -> Draft:
+    """Multi-query associative recall (Arora et al. 2023): a text of keys and values, several of which are asked for."""
+    rng = asked.rng
+    keys = distinct(lambda: invented(rng), PAIRS_ASKED)
+    pairs = {key: rng.choice(NOUNS) for key in keys}
+    depths = [(i + 0.5) / PAIRS_ASKED for i in range(PAIRS_ASKED)]
+    seen, lines = set(keys), []
+
+    def units(count):
+        while len(lines) < count:
+            if (key := invented(rng)) not in seen:
+                seen.add(key)
+                lines.append(f"{key}: {rng.choice(NOUNS)}\n")
+        return lines[:count]
+
+    head = "Each line below has a key and its value. Memorize them; keys will be asked for.\n"
+    questions = [
+        Question(f"\nThe value of the key {key} is\n{key}:", (pairs[key],), depth)
+        for key, depth in zip(keys, depths, strict=True)
+    ]
+    facts = [(depth, f"{key}: {pairs[key]}") for key, depth in zip(keys, depths, strict=True)]
+    return _hidden(asked, head, facts, questions, units=units)
+
+
+def _palindrome(asked: Asked) -> Draft:
+    """A sequence of letters hidden in the text, to be written backwards (the task of Kimi Linear, in text)."""
+    letters = asked.rng.sample(LETTERS, SEQUENCE)
+    head = "A sequence of letters is hidden within the following text. Memorize it.\n"
+    tail = "\nWrite the letters of the sequence in reverse order, from the last to the first:"
+    fact = f"The sequence is: {' '.join(letters)}."
+    return _hidden(asked, head, [(asked.depth, fact)], [Question(tail, tuple(reversed(letters)), asked.depth)])
+
+
+def _stack(asked: Asked) -> Draft:
+    """Words pushed on stacks and popped from them; the question is what lies on top at the end (Kimi Linear's task)."""
+    rng = asked.rng
+    lines, words, tops = [], [[] for _ in range(STACKS)], []
+
+    def step():
+        place = len(lines)
+        which = place if place < STACKS else rng.randrange(STACKS)
+        held = words[which]
+        if len(held) > 1 and rng.random() < 0.5:
+            held.pop()
+            lines.append(f"pop from stack {which + 1}\n")
+        else:
+            held.append((rng.choice(NOUNS), place))
+            lines.append(f"push {held[-1][0]} on stack {which + 1}\n")
+        tops.append([stack[-1] if stack else None for stack in words])
+
+    def build(count):
+        while len(lines) < count:
+            step()
+        questions = [
+            Question(f"\nThe word on top of stack {which} is", (word,), place / count)
+            for which, (word, place) in enumerate(tops[count - 1], 1)
+        ]
+        return "".join(lines[:count]), questions
+
+    head = f"Words are pushed on {STACKS} stacks and popped from them. Keep track of what lies on top.\n"
+    return Draft(head, build, 2 * STACKS, asked.haystack.stream(rng).characters)
+
+
+def _facts(told: int):
+    """The facts that the small checkpoint was trained on, about people whom its training never named."""
+
+    def make(asked: Asked) -> Draft:
+        rng = asked.rng
+        names = rng.sample(HELD_OUT_NAMES, told)
+        values = distinct(lambda: str(rng.randint(10_000, 99_999)), told)
+        depths = [asked.depth] if told == 1 else [rng.random() for _ in names]
+        attribute = "secret number"
+        statement = ATTRIBUTES[attribute][1][0]
+        facts = [(d, statement.format(name=n, value=v)) for d, n, v in zip(depths, names, values, strict=True)]
+        questions = [
+            Question("\n" + QUESTION.format(attribute=attribute, name=n), (v,), d)
+            for d, n, v in zip(depths, names, values, strict=True)
+        ]
+        return _hidden(asked, "", facts, questions, values)
+
+    return make
+
+
+_WORD_CHANCE = 1 / len(NOUNS)
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("single", _needles(), "one number in the text", 1 / 9e6, 128, by_depth=True, ruler="niah_single_1, _2"),
+        Task(
+            "single_uuid",
+            _needles(kind="uuid"),
+            "one UUID in the text",
+            0.0,
+            128,
+            by_depth=True,
+            ruler="niah_single_3",
+        ),
+        Task("multikey", _needles(keys=4), "four keys, each asked for", 1 / 9e6, 128, ruler="niah_multikey_1"),
+        Task(
+            "multikey_lines",
+            _needles(needle_haystack=True),
+            "one key among nothing but other keys",
+            1 / 9e6,
+            128,
+            by_depth=True,
+            ruler="niah_multikey_2",
+        ),
+        Task(
+            "multikey_uuid",
+            _needles(key=_uuid, kind="uuid", needle_haystack=True),
+            "one UUID among nothing but other UUIDs",
+            0.0,
+            128,
+            by_depth=True,
+            ruler="niah_multikey_3",
+        ),
+        Task("multivalue", _needles(values=4), "one key with four values", 1 / 9e6, 128, ruler="niah_multivalue"),
+        Task(
+            "multiquery",
+            _needles(keys=4, together=True),
+            "four keys asked at once",
+            1 / 9e6,
+            128,
+            ruler="niah_multiquery",
+        ),
+        Task("tracking", _tracking, "a value along a chain of variables", 0.0, 30, ruler="vt"),
+        Task("common_words", _common_words, "the ten most common words of a list", 0.0, 120, ruler="cwe"),
+        Task("frequent_words", _frequent_words, "the three most frequent words", 0.0, 50, ruler="fwe"),
+        Task("associative", _associative, "values of eight keys in a list of pairs", _WORD_CHANCE, 8, whole_words),
+        Task("palindrome", _palindrome, "a sequence backwards", 1 / 26, 8, in_order, by_depth=True),
+        Task("stack", _stack, "the top of each of four stacks", _WORD_CHANCE, 8, whole_words),
+        Task("fact", _facts(1), "one fact about a person", 1 / 9e4, 8, by_depth=True),
+        Task("fact_among_three", _facts(3), "three facts of one kind, each asked for", 1 / 9e4, 8),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One text of a plan: what its prompts are made from."""
+
+    task: str
+    length: int
+    depth: float | None
+    sample: int
+
+    def prompts(self, seed: int, haystack: Haystack, tokens: Tokens) -> list[Prompt]:
+        """The prompts of this text, the same ones for the same arguments, each of exactly `length` tokens.
+
+        Raises:
+            TooShort: if the task needs more tokens.
+        """
+        name = f"{seed}/{self.task}/{self.length}/{self.depth}/{self.sample}/{haystack.name}"
+        for attempt in range(_ATTEMPTS):
+            rng = random.Random(f"{name}/{attempt}")
+            draft = TASKS[self.task].make(Asked(rng, haystack, self.length, self.depth))
+            try:
+                prompts = fit(draft, self.length, tokens)
+            except TooShort as error:
+                raise EvalError(
+                    f"the task {self.task} {error} with this tokenizer and haystack: leave out the length {self.length}"
+                ) from error
+            text = prompts[0].text.removesuffix(prompts[0].question.tail)
+            if all(text.count(fact) == 1 for fact in draft.once):
+                return prompts
+        raise EvalError(f"the haystack already holds what the task {self.task} would hide in it: take another one")
+
+
+def answer_room(prompt: Prompt, task: Task, tokens: Tokens) -> int:
+    """New tokens that an answer may take: the task's room, or half as many again as the answer if that is more."""
+    return max(task.room, tokens.count(" ".join(prompt.question.answers)) * 3 // 2 + 4)
