@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 _CONTEXT = 256  # characters before the filling that are tokenized with it: what lies farther back does not change
 _WINDOW = 32  # characters around the estimated end of the filling that are tried
+# Tokens left to the filling: one, since the longest tail alone is not always the longest behind the body, and more
+# where a tokenizer cannot add so few.
+_SPARE = (1, 8, 24, 64)
 _GAP = 96  # tokens that the filling may have to make up for
 _ENDINGS = ("", ".", " a", " I", "...", " .", "!", " -", "?!")  # where no cut of the filler alone has the exact count
 
@@ -112,23 +115,26 @@ def fit(draft: Draft, length: int, tokens: Tokens) -> list[Prompt]:
         TooShort: if the draft's shortest form has more.
         EvalError: if the tokenizer makes no text of exactly so many tokens.
     """
-    body, questions = _grow(draft, length, tokens)
-    return [_fill(draft, body, question, length, tokens) for question in questions]
+    for spare in _SPARE:
+        body, questions = _grow(draft, length, spare, tokens)
+        prompts = [_fill(draft, body, question, length, tokens) for question in questions]
+        if None not in prompts:
+            return prompts
+    raise EvalError(f"the tokenizer makes no text of exactly {length} tokens here: choose another length or haystack")
 
 
-def _grow(draft, length, tokens):
-    """The largest body, or one at most _GAP tokens short of it, with which all questions fit."""
+def _grow(draft, length, spare, tokens):
+    """A body that leaves `spare` tokens or more, up to `_GAP` or one unit, and its questions."""
 
     def measure(units):
         body, questions = draft.build(units)
         longest = max(questions, key=lambda question: tokens.count(question.tail))
         return tokens.count(draft.head + body + longest.tail), (body, questions)
 
-    # One token is kept back: the longest tail alone is not always the longest behind the body.
-    room = length - 1
+    room = length - spare
     low, (low_count, best) = draft.fewest, measure(draft.fewest)
     if low_count > room:
-        raise TooShort(low_count + 1)
+        raise TooShort(low_count + spare)
     high, high_count = None, None
     while room - low_count > _GAP and (high is None or high > low + 1):
         if high is None:
@@ -146,7 +152,7 @@ def _grow(draft, length, tokens):
 
 
 def _fill(draft, body, question, length, tokens):
-    """The prompt of a question: filling between the body and its tail up to the exact length."""
+    """The prompt of a question: filling between the body and its tail up to the exact length; None if none fits."""
     front, tail = draft.head + body, question.tail
     missing = length - tokens.count(front + tail)
     behind = front[-_CONTEXT:]
@@ -162,7 +168,7 @@ def _fill(draft, body, question, length, tokens):
         if len(ids) == length:
             return Prompt(text, ids, question)
         tried, wanted = tried + 1, wanted + length - len(ids)
-    raise EvalError(f"the tokenizer makes no text of exactly {length} tokens here: choose another length or haystack")
+    return None
 
 
 def _filling_of(source, wanted, added):

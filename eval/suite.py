@@ -19,6 +19,7 @@ from .sizing import Draft, EvalError, Prompt, Question, Tokens, TooShort, fit
 from .words import ADJECTIVES, NOUNS, distinct, invented
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+NO_WORDS = [letter for letter in LETTERS if letter not in "AI"]  # letters that no sentence starts with alone
 SEQUENCE = 10  # letters of a palindrome task
 STACKS = 4
 PAIRS_ASKED = 8  # pairs of one list that are asked for
@@ -282,7 +283,7 @@ def _associative(asked: Asked) -> Draft:
 
 def _palindrome(asked: Asked) -> Draft:
     """A sequence of letters hidden in the text, to be written backwards (the task of Kimi Linear, in text)."""
-    letters = asked.rng.sample(LETTERS, SEQUENCE)
+    letters = asked.rng.sample(NO_WORDS, SEQUENCE)
     head = "A sequence of letters is hidden within the following text. Memorize it.\n"
     tail = "\nWrite the letters of the sequence in reverse order, from the last to the first:"
     fact = f"The sequence is: {' '.join(letters)}."
@@ -386,7 +387,7 @@ TASKS = {
         Task("common_words", _common_words, "the ten most common words of a list", 0.0, 120, ruler="cwe"),
         Task("frequent_words", _frequent_words, "the three most frequent words", 0.0, 50, ruler="fwe"),
         Task("associative", _associative, "values of eight keys in a list of pairs", _WORD_CHANCE, 8, whole_words),
-        Task("palindrome", _palindrome, "a sequence backwards", 1 / 26, 8, in_order, by_depth=True),
+        Task("palindrome", _palindrome, "a sequence backwards", 1 / len(NO_WORDS), 8, in_order, by_depth=True),
         Task("stack", _stack, "the top of each of four stacks", _WORD_CHANCE, 8, whole_words),
         Task("fact", _facts(1), "one fact about a person", 1 / 9e4, 8, by_depth=True),
         Task("fact_among_three", _facts(3), "three facts of one kind, each asked for", 1 / 9e4, 8),
