@@ -64,8 +64,8 @@ class EndpointReader:
             with urllib.request.urlopen(request, timeout=self.timeout) as reply:
                 answer = json.loads(reply.read())
         except urllib.error.HTTPError as error:
-            said = error.read(300).decode(errors="replace").strip()
-            raise EvalError(f"the endpoint {self.url} answered {error.code}: {said or error.reason}") from error
+            said = " ".join(error.read(1000).decode(errors="replace").split())  # a sentence has one line
+            raise EvalError(f"the endpoint {self.url} answered {error.code} {error.reason}: {said[:300]}") from error
         except TimeoutError as error:
             raise EvalError(f"the endpoint {self.url} gave no answer within {self.timeout} seconds") from error
         except (OSError, http.client.HTTPException) as error:
