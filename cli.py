@@ -394,8 +394,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_eval(args: argparse.Namespace) -> None:
     """Ask a model for what is hidden in long texts; the run folder gets results, pictures and a page."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("the pictures need matplotlib: pip install 'kimi-k3[eval]'")
+    refuse_without_matplotlib()
     from .eval import EvalError, Plan, Tokens, evaluate, open_haystack, parse_length, report, suite, summary
 
     try:
@@ -435,6 +434,48 @@ def eval_reader(args: argparse.Namespace, tokens, device: torch.device):
     return ModelReader(model, tokens, args.chunk, args.batch)
 
 
+# --- kimi-k3 cost ----------------------------------------------------------------------------------------------------
+
+
+def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder with a config.json; no weights are read")
+    parser.add_argument("--lengths", required=True, metavar="4k,32k", help="tokens of context")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="RUN", help="run folder; one that exists is continued"
+    )
+    parser.add_argument("--rows", type=at_least_one, default=1, metavar="N", help="sequences at once (default: 1)")
+    parser.add_argument("--steps", type=at_least_one, default=32, metavar="N", help="decoded tokens (default: 32)")
+    parser.add_argument(
+        "--chunk", type=at_least_one, default=4096, metavar="N", help="tokens a forward (default: 4096)"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
+
+
+def run_cost(args: argparse.Namespace) -> None:
+    """Time to first token, decoding and cache by length, beside the same model with full attention everywhere."""
+    refuse_without_matplotlib()
+    from .eval import EvalError, cost, parse_length
+
+    device = choose_device(args.device)
+    config = read_config(args.model)
+    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    try:
+        lengths = tuple(parse_length(length) for length in args.lengths.split(","))
+        plan = cost.CostPlan(lengths, args.rows, args.steps, args.chunk)
+        lines = cost.measure(config, plan, args.out, device, dtype)
+    except EvalError as error:
+        raise UsageError(str(error)) from error
+    cost.draw(lines, args.out / "cost.png")
+    print(cost.table(lines))
+    print(f"picture: {args.out / 'cost.png'}")
+
+
+def refuse_without_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("the pictures need matplotlib: pip install 'kimi-k3[eval]'")
+
+
 # --- entry -----------------------------------------------------------------------------------------------------------
 
 # name: (help, declares the arguments, runs)
@@ -443,6 +484,7 @@ COMMANDS = {
     "train": ("train a model on local text", add_train_arguments, run_train),
     **CONVERSION_COMMANDS,
     "eval": ("measure recall over the length of the context", add_eval_arguments, run_eval),
+    "cost": ("measure time and memory over the length of the context", add_cost_arguments, run_cost),
 }
 
 

@@ -38,17 +38,21 @@ setup(
     packages=["kimi_k3", *(f"kimi_k3.{folder}" for folder in FOLDERS if (ROOT / folder).is_dir())],
     # psutil and tqdm come with accelerate and transformers anyway; conversion imports them itself
     install_requires=["accelerate", "psutil", "safetensors", "torch>=2.9", "tqdm", "transformers>=5.17,<6"],
+    package_data={"kimi_k3.eval": ["tasks/*"]},
+    install_requires=["accelerate", "safetensors", "torch>=2.9", "transformers>=5.17,<6"],
     extras_require={
         # CUDA builds of torch bring triton along; this is for builds that do not.
         "triton": ["triton; platform_system == 'Linux'"],
         "train": ["datasets", "peft>=0.21", "tqdm"],
-        "eval": ["lm-eval>=0.4.13"],
+        # `ruler` is what lm-eval's own RULER tasks need.
+        "eval": ["lm-eval[hf,ruler]>=0.4.13", "matplotlib", "tqdm"],
         "plots": ["matplotlib"],
         # tests/test_gguf.py, which also needs llama.cpp's source and is skipped without it
         "gguf": ["gguf", "xllamacpp"],
         "test": [
             "datasets",
             "hypothesis",
+            "lm-eval>=0.4.13",
             "matplotlib",
             "parameterized",
             "peft>=0.21",

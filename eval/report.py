@@ -13,7 +13,7 @@ COLUMNS = 3
 DEPTH_BINS = 5
 
 
-def _pyplot():
+def pyplot_for_files():
     import matplotlib
 
     matplotlib.use("Agg")
@@ -22,7 +22,7 @@ def _pyplot():
     return pyplot
 
 
-def _panels(pyplot, count, height):
+def panels_of(pyplot, count, height):
     """A figure and its first `count` axes, `COLUMNS` in a row."""
     columns = min(COLUMNS, count)
     rows = -(-count // columns)
@@ -35,9 +35,9 @@ def _panels(pyplot, count, height):
 
 def draw_by_length(cells: list[dict], trained: int | None, picture: Path) -> None:
     """One panel a task: the score over the length with its 95 % interval, chance where it shows, the trained length."""
-    pyplot = _pyplot()
+    pyplot = pyplot_for_files()
     tasks = by_cell(cells, "task")
-    figure, panels = _panels(pyplot, len(tasks), 2.5)
+    figure, panels = panels_of(pyplot, len(tasks), 2.5)
     lengths = sorted({cell["length"] for cell in cells})
     for axes, ((task,), points) in zip(panels, tasks.items(), strict=True):
         at = [point["length"] for point in points]
@@ -74,8 +74,8 @@ def draw_by_depth(lines: list[dict], trained: int | None, picture: Path) -> bool
     tasks = by_cell([line for line in lines if line["depth"] is not None], "task")
     if not tasks:
         return False
-    pyplot = _pyplot()
-    figure, panels = _panels(pyplot, len(tasks), 2.7)
+    pyplot = pyplot_for_files()
+    figure, panels = panels_of(pyplot, len(tasks), 2.7)
     image = None
     for axes, ((task,), found) in zip(panels, tasks.items(), strict=True):
         lengths = sorted({line["length"] for line in found})

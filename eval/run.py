@@ -23,7 +23,7 @@ from .sizing import EvalError, Tokens
 from .suite import TASKS, Unit
 
 SUITE = 1  # raised when a seed gives other prompts than before
-_IDENTITY = ("model", "seed", "haystack", "versions")
+_UNIT = ("task", "length", "at_depth", "sample")  # the fields of a line that name its text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,66 +86,70 @@ class Plan:
 
 
 class Results:
-    """The lines of a run folder's `results.jsonl`.
+    """The lines of a file of results.
 
     Args:
-        folder: is made if it is not there.
+        file: of JSON lines; it and its folder are made if they are not there.
         identity: {name: value} of what all lines must share.
+        key: the fields that tell one line from the others.
 
     Raises:
         EvalError: for a folder that cannot be written, or that holds results of something else.
     """
 
-    def __init__(self, folder: Path, identity: dict):
-        self.file, self.identity = folder / "results.jsonl", identity
+    def __init__(self, file: Path, identity: dict, key: tuple[str, ...]):
+        self.file, self.identity, self._key = file, identity, key
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with self.file.open("ab"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("ab"):
                 pass
-            data = self.file.read_bytes()
+            data = file.read_bytes()
+            whole = data[: data.rfind(b"\n") + 1]  # a kill while writing leaves a part of a line
+            if len(whole) < len(data):
+                os.truncate(file, len(whole))
         except OSError as error:
-            raise EvalError(f"{folder} cannot be written: {error.strerror}") from error
-        whole = data[: data.rfind(b"\n") + 1]  # a kill while writing leaves a part of a line
-        if len(whole) < len(data):
-            os.truncate(self.file, len(whole))
+            raise EvalError(f"{file.parent} cannot be written: {error.strerror}") from error
         try:
             self.lines = [json.loads(line) for line in whole.splitlines()]
-        except ValueError as error:
-            raise EvalError(f"{self.file} is not a file of results: {error}") from error
+            self.done = {self.key(line) for line in self.lines}
+        except (ValueError, LookupError, TypeError) as error:
+            raise EvalError(f"{file} is not a file of results: {error!r}") from error
         for line in self.lines:
-            other = [f"{name} {line.get(name)}" for name in _IDENTITY if line.get(name) != identity[name]]
+            other = [f"{name} {line.get(name)}" for name in identity if line.get(name) != identity[name]]
             if other:
-                raise EvalError(f"{folder} holds results of another run ({', '.join(other)}): choose a new folder")
-        self.done = {self._key(line) for line in self.lines}
+                raise EvalError(f"{file.parent} holds results of another run ({', '.join(other)}): choose a new folder")
 
-    @staticmethod
-    def _key(line):
-        return tuple(line[name] for name in ("task", "length", "at_depth", "sample", "question"))
-
-    def missing(self, unit: Unit, questions: int) -> list[int]:
-        """The questions of a unit that have no line yet."""
-        key = (unit.task, unit.length, unit.depth, unit.sample)
-        return [question for question in range(questions) if (*key, question) not in self.done]
+    def key(self, line: dict) -> tuple:
+        return tuple(line[name] for name in self._key)
 
     def append(self, lines: list[dict]) -> None:
+        """Write lines at once and to the disk, each with the identity."""
         lines = [{**line, **self.identity} for line in lines]
         with self.file.open("ab") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
             file.flush()
             os.fsync(file.fileno())
         self.lines += lines
-        self.done |= {self._key(line) for line in lines}
+        self.done |= {self.key(line) for line in lines}
+
+
+def versions() -> str:
+    """What a result depends on beside the model, as one line."""
+    return (
+        f"kimi-k3 {kimi_k3.__version__}, suite {SUITE}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, python {platform.python_version()}"
+    )
+
+
+def _key(unit: Unit) -> tuple:
+    return unit.task, unit.length, unit.depth, unit.sample
 
 
 def identity_of(reader, tokens: Tokens, haystack: Haystack, seed: int) -> dict:
     """What must be the same in all results of a folder."""
     vocabulary = json.dumps(sorted(tokens.tokenizer.get_vocab().items())).encode()
     digest = hashlib.sha256(reader.fingerprint().encode() + vocabulary).hexdigest()
-    versions = (
-        f"kimi-k3 {kimi_k3.__version__}, suite {SUITE}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, python {platform.python_version()}"
-    )
-    return {"model": digest[:16], "seed": seed, "haystack": haystack.name, "versions": versions}
+    return {"model": digest[:16], "seed": seed, "haystack": haystack.name, "versions": versions()}
 
 
 def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Path) -> list[dict]:
@@ -155,10 +159,11 @@ def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Pat
         reader: a `ModelReader`, `EndpointReader`, or anything with their three methods.
 
     Raises:
-        EvalError: before anything is asked, for a folder that cannot be used; later, if the reader fails. What was
-            answered until then is in the folder.
+        EvalError: before anything is asked, for a folder that cannot be used; later, if the reader fails or a task
+            cannot do a length (`Plan.check` tells before). What was answered until then is in the folder.
     """
-    results = Results(folder, identity_of(reader, tokens, haystack, plan.seed))
+    identity = identity_of(reader, tokens, haystack, plan.seed)
+    results = Results(folder / "results.jsonl", identity, (*_UNIT, "question"))
     units, at = plan.units(), 0
     bar = tqdm(total=sum(unit.length for unit in units), desc="eval", unit="tok", unit_scale=True, mininterval=1.0)
     with bar:
@@ -170,9 +175,9 @@ def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Pat
                 for (unit, asked), texts in zip(batch, answers, strict=True):
                     results.append([_line(unit, *pair, text) for pair, text in zip(asked, texts, strict=True)])
             bar.update(sum(unit.length for unit in units[:at]) - bar.n)
-    wanted = {(u.task, u.length, u.depth, u.sample): place for place, u in enumerate(units)}
-    lines = [line for line in results.lines if Results._key(line)[:4] in wanted]
-    return sorted(lines, key=lambda line: (wanted[Results._key(line)[:4]], line["question"]))
+    wanted = {_key(unit): place for place, unit in enumerate(units)}
+    lines = [line for line in results.lines if results.key(line)[:-1] in wanted]
+    return sorted(lines, key=lambda line: (wanted[results.key(line)[:-1]], line["question"]))
 
 
 def _next_batch(units, at, reader, seed, haystack, tokens, results):
@@ -182,7 +187,7 @@ def _next_batch(units, at, reader, seed, haystack, tokens, results):
         if batch and (unit.task, unit.length) != (batch[0][0].task, batch[0][0].length):
             break
         prompts = unit.prompts(seed, haystack, tokens)
-        missing = results.missing(unit, len(prompts))
+        missing = [question for question in range(len(prompts)) if (*_key(unit), question) not in results.done]
         if batch and missing and len(missing) != len(batch[0][1]):
             break  # a unit that was cut off by a kill is asked by itself
         at += 1

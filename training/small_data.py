@@ -107,6 +107,7 @@ class Corpus:
     """The token stream of one split, by source.
 
     Attributes:
+        file: the text itself.
         streams: {package: [n] uint16}, documents as bos ... eos, one after the other.
         byte_lengths: [vocab] bytes of text in a token, 0 for control tokens.
         may_follow: for each stream [n] bool, whether a fact may be put in before a token: the token before it ends a
@@ -115,8 +116,8 @@ class Corpus:
 
     def __init__(self, folder, split, tokenizer):
         folder = Path(folder)
-        self.tokenizer = tokenizer
-        documents = (folder / f"{split}.txt").read_text(encoding="utf-8").removesuffix("\n").split(SEPARATOR)
+        self.tokenizer, self.file = tokenizer, folder / f"{split}.txt"
+        documents = self.file.read_text(encoding="utf-8").removesuffix("\n").split(SEPARATOR)
         sources = json.loads((folder / "corpus.json").read_text())["sources"]
         backend = tokenizer.backend_tokenizer
         self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -237,24 +238,3 @@ class StepBatches(Dataset):
                 ids[row] = self.corpus.window(rng, context + 1)[0]
         ids, weights = torch.from_numpy(ids), torch.from_numpy(weights)
         return {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "weights": weights[:, 1:]}
-
-
-def recall_questions(corpus, length, count, told, seed):
-    """Evaluation prompts with held-out names and text: (ids [count, length], answers [count, n], depths [count]).
-
-    The last n tokens of a row are the number: a space and five digits. The fact asked for lies at `depths`;
-    `told - 1` facts about other people lie anywhere.
-    """
-    rng = np.random.default_rng((seed, length))
-    depths = (np.arange(count) + 0.5) / count
-    rows = []
-    for depth in depths:
-        people = rng.choice(HELD_OUT_NAMES, size=told, replace=False)
-        values = [draw_value(rng, "secret number") for _ in people]
-        template = ATTRIBUTES["secret number"][1][0]
-        facts = [template.format(name=name, value=value) for name, value in zip(people, values, strict=True)]
-        question = corpus.encode("\n" + QUESTION.format(attribute="secret number", name=people[0]))
-        tail = question + corpus.encode(f" {values[0]}")
-        rows.append(corpus.document(rng, length - len(tail), facts, [depth, *rng.random(told - 1)]) + tail)
-    ids = torch.tensor(rows)
-    return ids, ids[:, -6:], torch.from_numpy(depths)

@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from kimi_k3.training.small_data import Corpus, recall_questions
+from kimi_k3.eval import TASKS, ModelReader, Tokens, open_haystack
+from kimi_k3.eval.suite import Unit
+from kimi_k3.training.small_data import Corpus
 from kimi_k3.training.small_model import rounding_once
 
 TOKENS_AT_ONCE = 32_768
-# name in the report: facts of one kind in the text, one of which is asked for
-RECALL_TASKS = {"recall_only_fact": 1, "recall_among_three": 3}
+# name in the report: task of the recall suite
+RECALL_TASKS = {"recall_only_fact": "fact", "recall_among_three": "fact_among_three"}
 
 
 def autocast(device):
@@ -57,20 +59,28 @@ def bits_per_byte(model, corpus, context, most_windows=None):
     return {**results, "all": total_bits / total_bytes}
 
 
-def recall(model, corpus, context, count, told, seed=1):
-    """Questions about one of `told` facts: {"accuracy": share right in every digit, "by_depth": by fifth of the text}.
-
-    The predicted digits are compared under teacher forcing; all of them right is what greedy decoding would write.
-    """
-    ids, answers, depths = recall_questions(corpus, context, count, told, seed)
-    right = []
-    for rows, logits in predict(model, ids):
-        width = answers.shape[1]
-        right.append((logits[:, -width - 1 : -1].argmax(-1) == rows[:, -width:]).all(-1))
-    right = torch.cat(right).double().cpu()
-    fifths = (depths * 5).long()
-    by_depth = [right[fifths == fifth].mean().item() for fifth in range(5) if (fifths == fifth).any()]
-    return {"accuracy": right.mean().item(), "by_depth": by_depth}
+def recall(model, corpus, context, count, task, seed=1):
+    """`count` questions of a task in held-out text: {"accuracy": share answered, "by_depth": by fifth of the text}."""
+    tokens = Tokens(corpus.tokenizer)
+    haystack = open_haystack([str(corpus.file)], tokens)
+    depths = [(i + 0.5) / count if TASKS[task].by_depth else None for i in range(count)]
+    texts = [Unit(task, context, depth, i).prompts(seed, haystack, tokens) for i, depth in enumerate(depths)]
+    texts = texts[: -(-count // len(texts[0]))]
+    reader = ModelReader(model, tokens)
+    at_once = reader.units_at_once(context, len(texts[0]))
+    fifths = [[] for _ in range(5)]
+    with autocast(model.device):
+        for first in range(0, len(texts), at_once):
+            batch = texts[first : first + at_once]
+            for prompts, answers in zip(batch, reader.answers(TASKS[task], batch), strict=True):
+                for prompt, answer in zip(prompts, answers, strict=True):
+                    score = TASKS[task].score(answer, prompt.question.answers)
+                    fifths[min(int(prompt.question.depth * 5), 4)].append(score)
+    scores = [score for fifth in fifths for score in fifth]
+    return {
+        "accuracy": sum(scores) / len(scores),
+        "by_depth": [sum(fifth) / len(fifth) for fifth in fifths if fifth],
+    }
 
 
 def evaluate(model, corpus, contexts, count, bits_context=1024, most_windows=None):
@@ -82,8 +92,8 @@ def evaluate(model, corpus, contexts, count, bits_context=1024, most_windows=Non
         results = {
             "bits_per_byte": bits_per_byte(model, corpus, min(bits_context, longest), most_windows),
             **{
-                name: {str(length): recall(model, corpus, length, count, told) for length in contexts}
-                for name, told in RECALL_TASKS.items()
+                name: {str(length): recall(model, corpus, length, count, task) for length in contexts}
+                for name, task in RECALL_TASKS.items()
             },
         }
     model.train(was_training)

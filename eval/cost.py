@@ -1,0 +1,175 @@
+"""What a context costs: time to first token, decoding time and cache of a hybrid, beside a model of full attention.
+
+The peer has the same configuration with MLA in every layer, which is what the Kimi Linear report compares with. Both
+have random weights: what is measured does not depend on them. They run in turn in one process.
+"""
+
+import copy
+import dataclasses
+import gc
+import hashlib
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
+
+from .report import BLUE, ORANGE, panels_of, pyplot_for_files
+from .run import Results, short_length, versions
+
+HYBRID, FULL = "hybrid", "full attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class CostPlan:
+    """What is measured: `lengths` tokens of `rows` sequences at once, read in chunks, then `steps` tokens decoded."""
+
+    lengths: tuple[int, ...]
+    rows: int = 1
+    steps: int = 32
+    chunk: int = 4096
+
+
+def full_attention(config: KimiK3TextConfig) -> KimiK3TextConfig:
+    """The same model with MLA in the place of every KDA layer."""
+    config = copy.deepcopy(config)
+    layers = list(range(1, config.num_hidden_layers + 1))
+    config.linear_attn_config = {**config.linear_attn_config, "kda_layers": [], "full_attn_layers": layers}
+    return config
+
+
+def random_model(config: KimiK3TextConfig, device: torch.device, dtype: torch.dtype) -> KimiK3ForCausalLM:
+    """A model of the configuration with random weights, its experts not packed."""
+    config = copy.deepcopy(config)
+    config.expert_quantization = None
+    torch.manual_seed(0)
+    return KimiK3ForCausalLM(config).to(dtype).to(device).eval()
+
+
+def measure(config: KimiK3TextConfig, plan: CostPlan, folder: Path, device: torch.device, dtype: torch.dtype) -> list:
+    """Measure what `cost.jsonl` in the folder lacks; all of its lines, a dict for each length and model.
+
+    Raises:
+        EvalError: for a folder that cannot be written, or that holds another model, machine or plan.
+    """
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    settings = json.dumps([config.to_dict(), plan.rows, plan.steps, plan.chunk], sort_keys=True, default=str)
+    identity = {
+        "model": hashlib.sha256(settings.encode()).hexdigest()[:16],
+        "dtype": str(dtype).removeprefix("torch."),
+        "machine": machine,
+        "versions": versions(),
+    }
+    results = Results(folder / "cost.jsonl", identity, ("length", "attention"))
+    todo = [(length, kind) for length in sorted(plan.lengths) for kind in (HYBRID, FULL)]
+    todo = [case for case in todo if case not in results.done]
+    models = {}
+    for length, kind in tqdm(todo, desc="cost", unit="case"):
+        if kind not in models:
+            models[kind] = random_model(config if kind == HYBRID else full_attention(config), device, dtype)
+            _run(models[kind], plan, min(2 * plan.chunk, length))  # first-call costs
+        results.append([{"length": length, "attention": kind, "rows": plan.rows, **_run(models[kind], plan, length)}])
+    return sorted(results.lines, key=lambda line: (line["length"], line["attention"] != HYBRID))
+
+
+@torch.inference_mode()
+def _run(model, plan, length):
+    """One prefill in chunks and `steps` greedy steps after it; seconds, milliseconds and bytes."""
+    device = model.device
+    on_gpu = device.type == "cuda"
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    weights = _allocated(device)
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(model.config.vocab_size, (plan.rows, length), generator=generator).to(device)
+    cache, peak, last_chunk = HybridCache(model.config), 0, 0
+
+    def forward(ids):
+        return (
+            model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache}).logits[:, -1:].argmax(-1)
+        )
+
+    started = _now(device)
+    for part in ids.split(plan.chunk, dim=1):
+        before = _allocated(device)
+        token = forward(part)
+        if on_gpu:
+            highest = torch.cuda.max_memory_allocated(device)
+            peak, last_chunk = max(peak, highest), highest - before
+            torch.cuda.reset_peak_memory_stats(device)
+    first = _now(device) - started
+    held = cache.nbytes
+    steps = []
+    for _ in range(plan.steps):
+        started = _now(device)
+        token = forward(token)
+        steps.append(_now(device) - started)
+    memory = {"weight_bytes": weights, "chunk_bytes": last_chunk, "peak_bytes": peak} if on_gpu else {}
+    return {
+        "first_token_s": round(first, 4),
+        "decode_ms": round(1e3 * statistics.median(steps), 4),
+        "cache_bytes": held,
+        **memory,
+    }
+
+
+def _allocated(device):
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _now(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def draw(lines: list[dict], picture: Path) -> None:
+    """Three panels over the length: time to first token, time a decoded token, bytes of the cache; both models."""
+    pyplot = pyplot_for_files()
+    quantities = (
+        ("first_token_s", 1, "time to first token, s", "log"),
+        ("decode_ms", 1, "decoding, ms a token", "linear"),
+        ("cache_bytes", 1e-6, "cache, MB", "log"),
+    )
+    figure, panels = panels_of(pyplot, len(quantities), 3.2)
+    lengths = sorted({line["length"] for line in lines})
+    for axes, (name, scale, label, kind) in zip(panels, quantities, strict=True):
+        for attention, color, marker in ((HYBRID, BLUE, "o"), (FULL, ORANGE, "s")):
+            points = [(line["length"], line[name] * scale) for line in lines if line["attention"] == attention]
+            style = "-" if attention == HYBRID else "--"
+            axes.plot(*zip(*points, strict=True), color=color, marker=marker, linestyle=style, label=attention)
+        last = {line["attention"]: line[name] for line in lines if line["length"] == lengths[-1]}
+        ratio = last[FULL] / last[HYBRID]
+        axes.set_title(f"{label}\nat {short_length(lengths[-1])}: {ratio:.2f} times the hybrid's", fontsize=9)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [short_length(length) for length in lengths])
+        axes.set_yscale(kind)
+        if kind == "linear":
+            axes.set_ylim(bottom=0)
+        axes.minorticks_off()
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=8)
+    first = lines[0]
+    figure.supxlabel(f"tokens of context, {first['rows']} at once; {first['machine']}, {first['dtype']}", fontsize=9)
+    figure.savefig(picture, dpi=110)
+    pyplot.close(figure)
+
+
+def table(lines: list[dict]) -> str:
+    """The measurements as lines for a terminal."""
+    head = f"{'tokens':>10}  {'attention':<15}{'first token':>12}{'decode':>11}{'cache':>13}"
+    text = [head + ("   peak / (weights + cache + chunk)" if "peak_bytes" in lines[0] else "")]
+    for line in lines:
+        times = f"{line['first_token_s']:>10.2f} s{line['decode_ms']:>8.2f} ms{line['cache_bytes'] / 1e6:>10.2f} MB"
+        bound = ""
+        if "peak_bytes" in line:
+            parts = line["weight_bytes"] + line["cache_bytes"] + line["chunk_bytes"]
+            bound = f"   {line['peak_bytes'] / 1e9:.2f} GB, {line['peak_bytes'] / parts:.2f}"
+        text.append(f"{line['length']:>10,}  {line['attention']:<15}{times}{bound}")
+    return "\n".join(text)
