@@ -414,6 +414,8 @@ def run_eval(args: argparse.Namespace) -> None:
     page = report.write_report(lines, args.out, f"Recall of {args.model.name}", args.trained_length)
     print(report.table(summary(lines)))
     print(f"pictures: {page}")
+    if device.type == "cuda":
+        print(f"peak GPU memory: {torch.cuda.max_memory_allocated(device) / 1e9:.2f} GB")
 
 
 def eval_reader(args: argparse.Namespace, tokens, device: torch.device):

@@ -1,0 +1,54 @@
+"""`kimi-k3 cost`: what it measures is what the cache holds; it continues, and draws."""
+
+import json
+
+import pytest
+import torch
+
+from kimi_k3 import KimiK3TextConfig, cli
+from kimi_k3.eval import EvalError
+from kimi_k3.eval.cost import FULL, HYBRID, CostPlan, full_attention, measure
+
+PLAN = CostPlan((96, 192), rows=2, steps=2, chunk=64)
+
+
+@pytest.fixture(scope="module")
+def folder(data_dir):
+    return data_dir / "k3_tiny_mxfp4"
+
+
+def test_bytes_are_those_of_the_layers_and_a_finished_run_is_not_measured_again(folder, tmp_path):
+    config = KimiK3TextConfig.from_pretrained(folder)
+    assert full_attention(config).layer_types == ["full_attention"] * config.num_hidden_layers
+    lines = measure(config, PLAN, tmp_path, torch.device("cpu"), torch.float32)
+    assert [(line["length"], line["attention"]) for line in lines] == [
+        (96, HYBRID),
+        (96, FULL),
+        (192, HYBRID),
+        (192, FULL),
+    ]
+    latent = 2 * 4 * (config.kv_lora_rank + config.qk_rope_head_dim)  # two rows of float32
+    mla = config.layer_types.count("full_attention")
+    linear = config.linear_attn_config
+    heads, size = linear["num_heads"], linear["head_dim"]
+    states = 2 * 4 * (config.num_hidden_layers - mla) * (heads * size * size + 9 * heads * size)
+    for line in lines:
+        layers = mla if line["attention"] == HYBRID else config.num_hidden_layers
+        constant = states if line["attention"] == HYBRID else 0
+        assert line["cache_bytes"] == latent * line["length"] * layers + constant
+        assert line["first_token_s"] > 0 and line["decode_ms"] > 0
+    written = (tmp_path / "cost.jsonl").read_bytes()
+    assert measure(config, PLAN, tmp_path, torch.device("cpu"), torch.float32) == lines
+    assert (tmp_path / "cost.jsonl").read_bytes() == written
+    with pytest.raises(EvalError, match="holds results of another run"):
+        measure(config, CostPlan((96,), rows=1), tmp_path, torch.device("cpu"), torch.float32)
+
+
+def test_the_command_draws(folder, tmp_path, capsys):
+    command = ["cost", str(folder), "--lengths", "64,128", "--steps", "2", "--device", "cpu", "--out", str(tmp_path)]
+    assert cli.main(command) == 0
+    assert "full attention" in capsys.readouterr().out
+    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
+    assert len([json.loads(line) for line in (tmp_path / "cost.jsonl").read_text().splitlines()]) == 4
+    assert cli.main([*command[:3], "4x", *command[4:]]) == 2
+    assert "'4x' is no length" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""lm-eval: our folder as its `hf` model without any code of ours in between, and the recall tasks it lists."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import kimi_k3
+from kimi_k3.eval import TASKS, ModelReader, Plan, Tokens, evaluate, open_haystack
+
+lm_eval = pytest.importorskip("lm_eval")
+TaskManager = pytest.importorskip("lm_eval.tasks").TaskManager
+FOLDER = Path(kimi_k3.__file__).parent / "eval" / "tasks"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(data_dir, tmp_path_factory):
+    """A folder with our code in it, as `save_pretrained` writes it, and a tokenizer of letters."""
+    folder = tmp_path_factory.mktemp("remote") / "model"
+    letters = [symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if symbol.isascii()]
+    vocabulary = ["<unk>", "<pad>", "<|end|>", "Ċ", "Ġ", *sorted(letters)]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(vocabulary)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    model = AutoModelForCausalLM.from_pretrained(data_dir / "k3_dense_flat", dtype=torch.float32)
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>").save_pretrained(folder)
+    return folder
+
+
+def test_every_task_has_its_yaml_and_the_harness_scores_as_we_do(checkpoint, tmp_path):
+    """Fault 128: through the harness's public API alone, at two batch sizes."""
+    manager = TaskManager(include_path=str(FOLDER))
+    assert {f"kimi_k3_{name}" for name in TASKS} <= set(manager.all_tasks)
+    tokens = Tokens(PreTrainedTokenizerFast.from_pretrained(checkpoint))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    plan = Plan(("palindrome", "stack"), (700,), depths=1, samples=1, seed=3)
+    lines = evaluate(ModelReader(model, tokens), tokens, open_haystack(["noise"], tokens), plan, tmp_path)
+    for batch in (1, 4):
+        found = lm_eval.simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(checkpoint), "trust_remote_code": True, "dtype": "float32"},
+            tasks=["kimi_k3_palindrome", "kimi_k3_stack"],
+            task_manager=TaskManager(
+                include_path=str(FOLDER),
+                metadata={
+                    "pretrained": str(checkpoint),
+                    "length": 700,
+                    "depths": 1,
+                    "samples": 1,
+                    "seed": 3,
+                    "haystack": "noise",
+                },
+            ),
+            batch_size=batch,
+            device="cpu",
+            bootstrap_iters=0,
+        )
+        for name in plan.tasks:
+            asked = [sample["doc"]["prompt"] for sample in found["samples"][f"kimi_k3_{name}"]]
+            ours = [line for line in lines if line["task"] == name]
+            assert len(asked) == len(ours) and all(tokens.count(prompt) == 700 for prompt in asked)
+            mean = sum(line["score"] for line in ours) / len(ours)
+            assert math.isclose(found["results"][f"kimi_k3_{name}"]["recall,none"], mean)
