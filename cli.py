@@ -395,7 +395,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
 def run_eval(args: argparse.Namespace) -> None:
     """Ask a model for what is hidden in long texts; the run folder gets results, pictures and a page."""
     refuse_without_matplotlib()
-    from .eval import EvalError, Plan, Tokens, evaluate, open_haystack, parse_length, report, suite, summary
+    from .eval import EvalError, Plan, Tokens, evaluate, open_haystack, parse_length, report, run, suite, summary
 
     try:
         names = tuple(suite.TASKS) if args.tasks == "all" else tuple(args.tasks.split(","))
@@ -407,6 +407,7 @@ def run_eval(args: argparse.Namespace) -> None:
         tokens = Tokens(load_tokenizer(args.model))
         haystack = open_haystack(args.haystack, tokens)
         plan.check(haystack, tokens)
+        run.touch(args.out / run.RESULTS)
         reader = eval_reader(args, tokens, device)
         lines = evaluate(reader, tokens, haystack, plan, args.out)
     except EvalError as error:
@@ -432,7 +433,8 @@ def eval_reader(args: argparse.Namespace, tokens, device: torch.device):
             args.model, dtype=dtype, device_map=device, trust_remote_code=False
         ).eval()
     except (OSError, ValueError) as error:
-        raise UsageError(f"the model in {args.model} cannot be loaded: {error}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(f"the model in {args.model} cannot be loaded: {reason}") from error
     return ModelReader(model, tokens, args.chunk, args.batch)
 
 

@@ -146,11 +146,13 @@ def draw(lines: list[dict], picture: Path) -> None:
             axes.plot(*zip(*points, strict=True), color=color, marker=marker, linestyle=style, label=attention)
         last = {line["attention"]: line[name] for line in lines if line["length"] == lengths[-1]}
         ratio = last[FULL] / last[HYBRID]
-        axes.set_title(f"{label}\nat {short_length(lengths[-1])}: {ratio:.2f} times the hybrid's", fontsize=9)
+        axes.set_title(f"{label}\nfull / hybrid at {short_length(lengths[-1])}: {ratio:.2f}", fontsize=9)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [short_length(length) for length in lengths])
-        axes.set_yscale(kind)
-        if kind == "linear":
+        if kind == "log":
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")
+        else:
             axes.set_ylim(bottom=0)
         axes.minorticks_off()
         axes.grid(alpha=0.25)

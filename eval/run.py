@@ -22,6 +22,7 @@ from .haystack import Haystack
 from .sizing import EvalError, Tokens
 from .suite import TASKS, Unit
 
+RESULTS = "results.jsonl"
 SUITE = 1  # raised when a seed gives other prompts than before
 _UNIT = ("task", "length", "at_depth", "sample")  # the fields of a line that name its text
 
@@ -47,7 +48,7 @@ class Plan:
     def __post_init__(self):
         unknown = [name for name in self.tasks if name not in TASKS]
         if unknown:
-            raise EvalError(f"there is no task {unknown[0]}: choose from {', '.join(TASKS)}")
+            raise EvalError(f"there is no task {unknown[0]!r}: choose from {', '.join(TASKS)}")
         for name in ("tasks", "lengths"):
             values = getattr(self, name)
             if not values:
@@ -99,10 +100,8 @@ class Results:
 
     def __init__(self, file: Path, identity: dict, key: tuple[str, ...]):
         self.file, self.identity, self._key = file, identity, key
+        touch(file)
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("ab"):
-                pass
             data = file.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]  # a kill while writing leaves a part of a line
             if len(whole) < len(data):
@@ -131,6 +130,20 @@ class Results:
             os.fsync(file.fileno())
         self.lines += lines
         self.done |= {self.key(line) for line in lines}
+
+
+def touch(file: Path) -> None:
+    """Make a file and its folder where they are missing.
+
+    Raises:
+        EvalError: if it cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab"):
+            pass
+    except OSError as error:
+        raise EvalError(f"{file.parent} cannot be written: {error.strerror}") from error
 
 
 def versions() -> str:
@@ -163,7 +176,7 @@ def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Pat
             cannot do a length (`Plan.check` tells before). What was answered until then is in the folder.
     """
     identity = identity_of(reader, tokens, haystack, plan.seed)
-    results = Results(folder / "results.jsonl", identity, (*_UNIT, "question"))
+    results = Results(folder / RESULTS, identity, (*_UNIT, "question"))
     units, at = plan.units(), 0
     bar = tqdm(total=sum(unit.length for unit in units), desc="eval", unit="tok", unit_scale=True, mininterval=1.0)
     with bar:

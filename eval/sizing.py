@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _CONTEXT = 256  # characters before the filling that are tokenized with it: what lies farther back does not change
+_TRIALS = 8
 _WINDOW = 32  # characters around the estimated end of the filling that are tried
 # Tokens left to the filling: one, since the longest tail alone is not always the longest behind the body, and more
 # where a tokenizer cannot add so few.
@@ -116,20 +117,24 @@ def fit(draft: Draft, length: int, tokens: Tokens) -> list[Prompt]:
         EvalError: if the tokenizer makes no text of exactly so many tokens.
     """
     for spare in _SPARE:
-        body, questions = _grow(draft, length, spare, tokens)
-        prompts = [_fill(draft, body, question, length, tokens) for question in questions]
+        body, questions, measured, count = _grow(draft, length, spare, tokens)
+        front = draft.head + body
+        behind = front[-_CONTEXT:]
+        beyond = count - tokens.count(behind + measured)  # tokens before the last _CONTEXT characters
+        prompts = [_fill(draft, front, beyond, question, length, tokens) for question in questions]
         if None not in prompts:
             return prompts
     raise EvalError(f"the tokenizer makes no text of exactly {length} tokens here: choose another length or haystack")
 
 
 def _grow(draft, length, spare, tokens):
-    """A body that leaves `spare` tokens or more, up to `_GAP` or one unit, and its questions."""
+    """(body, questions, longest tail, tokens with it): `spare` tokens or more are left, up to `_GAP` or one unit."""
 
     def measure(units):
         body, questions = draft.build(units)
-        longest = max(questions, key=lambda question: tokens.count(question.tail))
-        return tokens.count(draft.head + body + longest.tail), (body, questions)
+        longest = max((question.tail for question in questions), key=tokens.count)
+        count = tokens.count(draft.head + body + longest)
+        return count, (body, questions, longest, count)
 
     room = length - spare
     low, (low_count, best) = draft.fewest, measure(draft.fewest)
@@ -151,15 +156,18 @@ def _grow(draft, length, spare, tokens):
     return best
 
 
-def _fill(draft, body, question, length, tokens):
-    """The prompt of a question: filling between the body and its tail up to the exact length; None if none fits."""
-    front, tail = draft.head + body, question.tail
-    missing = length - tokens.count(front + tail)
-    behind = front[-_CONTEXT:]
+def _fill(draft, front, beyond, question, length, tokens):
+    """The prompt of a question: filling between `front` and its tail up to the exact length; None if none fits.
+
+    Only the end is tokenized for each trial; the whole text has the last word.
+    """
+    behind, tail = front[-_CONTEXT:], question.tail
     without = tokens.count(behind + tail)
-    source = draft.filling(16 * max(missing, 0) + 2 * _CONTEXT)
-    tried, wanted = 0, missing
-    while wanted >= 0 and tried < 8:
+    wanted = length - beyond - without
+    source = draft.filling(16 * max(wanted, 0) + 2 * _CONTEXT)
+    for _ in range(_TRIALS):
+        if wanted < 0:
+            break
         filling = _filling_of(source, wanted, lambda part: tokens.count(behind + part + tail) - without)
         if filling is None:
             break
@@ -167,7 +175,7 @@ def _fill(draft, body, question, length, tokens):
         ids = tokens.ids(text)
         if len(ids) == length:
             return Prompt(text, ids, question)
-        tried, wanted = tried + 1, wanted + length - len(ids)
+        wanted += length - len(ids)
     return None
 
 

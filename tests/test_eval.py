@@ -298,7 +298,7 @@ def test_the_command_writes_results_pictures_and_one_page(checkpoint, tmp_path, 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"--tasks": "needle"}, "there is no task needle"),
+        ({"--tasks": "needle"}, "there is no task 'needle'"),
         ({"--lengths": "4x"}, "'4x' is no length: write 4096, 4k or 1m"),
         ({"--lengths": "100"}, r"the task fact needs at least \d+ tokens"),
         ({"--lengths": "512,512"}, "one of the lengths is given twice"),
@@ -321,8 +321,11 @@ def test_refusals(changes, sentence, checkpoint, tmp_path, capsys):
 
 def test_refuses_a_folder_that_cannot_be_written_and_a_tokenizer_without_an_end(checkpoint, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    command = ["eval", checkpoint, "--tasks", "fact", "--lengths", "512", "--device", "cpu", "--out"]
+    empty = tmp_path / "without weights"
+    shutil.copytree(checkpoint, empty, ignore=shutil.ignore_patterns("*.safetensors"))
+    command = ["eval", empty, "--tasks", "fact", "--lengths", "512", "--device", "cpu", "--out"]
     assert "cannot be written" in refusal(capsys, [*command, tmp_path / "file" / "run"])
+    command[1] = checkpoint
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "results.jsonl").write_text("a table of results\n")
     assert "is not a file of results" in refusal(capsys, [*command, tmp_path / "run"])

@@ -211,7 +211,7 @@ def test_ruler_counts_and_wording():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"tasks": ("needle",)}, "there is no task needle: choose from single"),
+        ({"tasks": ("needle",)}, "there is no task 'needle': choose from single"),
         ({"tasks": ()}, "no tasks were given"),
         ({"tasks": ("single", "single")}, "one of the tasks is given twice"),
         ({"samples": 0}, "must be at least 1"),
