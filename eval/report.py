@@ -50,9 +50,8 @@ def draw_by_length(cells: list[dict], trained: int | None, picture: Path) -> Non
         if points[0]["chance"] > 0.005:
             axes.axhline(100 * points[0]["chance"], color=GREY, linestyle=":", label="chance")
         if trained:
-            axes.axvline(
-                trained, color=ORANGE, linestyle="--", linewidth=1.2, label=f"trained on {short_length(trained)}"
-            )
+            label = f"trained on {short_length(trained)}" if axes is panels[0] else None  # said once
+            axes.axvline(trained, color=ORANGE, linestyle="--", linewidth=1.2, label=label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [short_length(length) for length in lengths])
         axes.set_xlim(min([*lengths, trained or lengths[0]]) / 1.3, max([*lengths, trained or 0]) * 1.3)
@@ -61,7 +60,7 @@ def draw_by_length(cells: list[dict], trained: int | None, picture: Path) -> Non
         axes.set_yticks([0, 25, 50, 75, 100])
         axes.set_title(f"{task}\n{TASKS[task].about}", fontsize=9)
         axes.grid(alpha=0.25)
-        if trained or points[0]["chance"] > 0.005:
+        if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=7, loc="best")
     figure.supxlabel("tokens of the prompt", fontsize=10)
     figure.supylabel("score, %", fontsize=10)
@@ -76,7 +75,7 @@ def draw_by_depth(lines: list[dict], trained: int | None, picture: Path) -> bool
         return False
     pyplot = pyplot_for_files()
     figure, panels = panels_of(pyplot, len(tasks), 2.7)
-    image = None
+    image, note = None, ""
     for axes, ((task,), found) in zip(panels, tasks.items(), strict=True):
         lengths = sorted({line["length"] for line in found})
         image = _heat_map(axes, found, lengths)
@@ -84,11 +83,11 @@ def draw_by_depth(lines: list[dict], trained: int | None, picture: Path) -> bool
             edge = sum(length <= trained for length in lengths) - 0.5
             axes.axvline(edge, color="white", linewidth=3)
             axes.axvline(edge, color=ORANGE, linewidth=1.5, linestyle="--")
+            note = f"; dashed: trained on {short_length(trained)}"
         axes.set_title(task, fontsize=9)
-    note = f"; dashed: trained on {short_length(trained)}" if trained else ""
     figure.supxlabel(f"tokens of the prompt{note}", fontsize=10)
     figure.supylabel("depth of the fact, % of the text", fontsize=10)
-    figure.colorbar(image, ax=panels, label="score, %", shrink=0.8)
+    figure.colorbar(image, ax=panels, label="score, % (white: not asked)", shrink=0.8, aspect=30)
     figure.savefig(picture, dpi=110)
     pyplot.close(figure)
     return True

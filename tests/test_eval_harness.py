@@ -1,6 +1,7 @@
 """lm-eval: our folder as its `hf` model without any code of ours in between, and the recall tasks it lists."""
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import kimi_k3
-from kimi_k3.eval import TASKS, ModelReader, Plan, Tokens, evaluate, open_haystack
+from kimi_k3.eval import TASKS, ModelReader, Plan, Tokens, evaluate, harness, open_haystack
 
 lm_eval = pytest.importorskip("lm_eval")
 TaskManager = pytest.importorskip("lm_eval.tasks").TaskManager
@@ -33,7 +34,7 @@ def checkpoint(data_dir, tmp_path_factory):
 
 def test_every_task_has_its_yaml_and_the_harness_scores_as_we_do(checkpoint, tmp_path):
     """Fault 128: through the harness's public API alone, at two batch sizes."""
-    manager = TaskManager(include_path=str(FOLDER))
+    manager = TaskManager(include_path=str(FOLDER), include_defaults=False)
     assert {f"kimi_k3_{name}" for name in TASKS} <= set(manager.all_tasks)
     tokens = Tokens(PreTrainedTokenizerFast.from_pretrained(checkpoint))
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -46,6 +47,7 @@ def test_every_task_has_its_yaml_and_the_harness_scores_as_we_do(checkpoint, tmp
             tasks=["kimi_k3_palindrome", "kimi_k3_stack"],
             task_manager=TaskManager(
                 include_path=str(FOLDER),
+                include_defaults=False,
                 metadata={
                     "pretrained": str(checkpoint),
                     "length": 700,
@@ -65,3 +67,15 @@ def test_every_task_has_its_yaml_and_the_harness_scores_as_we_do(checkpoint, tmp
             assert len(asked) == len(ours) and all(tokens.count(prompt) == 700 for prompt in asked)
             mean = sum(line["score"] for line in ours) / len(ours)
             assert math.isclose(found["results"][f"kimi_k3_{name}"]["recall,none"], mean)
+
+
+def test_the_command_hands_over_to_the_harness_with_our_tasks(monkeypatch):
+    seen = []
+    harness_command = type("Command", (), {"load": staticmethod(lambda: lambda: seen.append(list(sys.argv)))})
+    monkeypatch.setattr(harness, "entry_points", lambda **wanted: [harness_command])
+    monkeypatch.setattr(sys, "argv", ["harness", "--tasks", "kimi_k3_fact"])
+    harness.main()
+    assert seen == [["harness", "--tasks", "kimi_k3_fact", "--include_path", str(FOLDER)]]
+    monkeypatch.setattr(harness, "entry_points", lambda **wanted: [])
+    with pytest.raises(SystemExit, match=r"pip install 'kimi-k3\[eval\]'"):
+        harness.main()
