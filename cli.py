@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.generation import BaseStreamer
 
 from . import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
@@ -374,7 +374,12 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunk", type=at_least_one, default=4096, metavar="N", help="tokens a forward (default: 4096)"
     )
-    parser.add_argument("--trained-length", type=at_least_one, metavar="N", help="marked in the pictures")
+    parser.add_argument(
+        "--trained-length",
+        type=at_least_one,
+        metavar="N",
+        help="marked in the pictures (default: max_position_embeddings)",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
     parser.add_argument(
         "--dtype",
@@ -412,7 +417,8 @@ def run_eval(args: argparse.Namespace) -> None:
         lines = evaluate(reader, tokens, haystack, plan, args.out)
     except EvalError as error:
         raise UsageError(str(error)) from error
-    page = report.write_report(lines, args.out, f"Recall of {args.model.name}", args.trained_length)
+    mark = report.Mark(args.trained_length, "trained on") if args.trained_length else configured_length(reader)
+    page = report.write_report(lines, args.out, f"Recall of {args.model.name}", mark)
     print(report.table(summary(lines)))
     print(f"pictures: {page}")
     if device.type == "cuda":
@@ -420,14 +426,12 @@ def run_eval(args: argparse.Namespace) -> None:
 
 
 def eval_reader(args: argparse.Namespace, tokens, device: torch.device):
-    """The endpoint, or the model of the folder, whatever class it has; the trained length is read from its config."""
+    """The endpoint, or the model of the folder, whatever class it has."""
     from .eval import EndpointReader, ModelReader
 
     if args.endpoint is not None:
         return EndpointReader(args.endpoint, args.endpoint_model or str(args.model), tokens, args.timeout)
     try:
-        config = AutoConfig.from_pretrained(args.model, trust_remote_code=False).get_text_config(decoder=True)
-        args.trained_length = args.trained_length or getattr(config, "max_position_embeddings", None)
         dtype = args.dtype or ("auto" if device.type == "cuda" else "float32")
         model = AutoModelForCausalLM.from_pretrained(
             args.model, dtype=dtype, device_map=device, trust_remote_code=False
@@ -436,6 +440,16 @@ def eval_reader(args: argparse.Namespace, tokens, device: torch.device):
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(f"the model in {args.model} cannot be loaded: {reason}") from error
     return ModelReader(model, tokens, args.chunk, args.batch)
+
+
+def configured_length(reader):
+    """The positions that a model's config names, as a mark for the pictures; None where it names none."""
+    from .eval.report import Mark
+
+    model = getattr(reader, "model", None)
+    config = model.config.get_text_config(decoder=True) if isinstance(model, torch.nn.Module) else None
+    length = getattr(config, "max_position_embeddings", None)
+    return Mark(length, "max_position_embeddings") if length else None
 
 
 # --- kimi-k3 cost ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Pictures and a page of an evaluation: accuracy by length, recall by depth and length, a table with intervals."""
 
 import base64
+import dataclasses
 import html
 import json
 from pathlib import Path
@@ -11,6 +12,17 @@ from .suite import TASKS
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#666666"  # told apart by colour-blind readers, and as greys in print
 COLUMNS = 3
 DEPTH_BINS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """A length that is marked in the pictures, and what it is."""
+
+    length: int
+    what: str
+
+    def __str__(self):
+        return f"{self.what} {short_length(self.length)}"
 
 
 def pyplot_for_files():
@@ -33,8 +45,8 @@ def panels_of(pyplot, count, height):
     return figure, list(axes.flat[:count])
 
 
-def draw_by_length(cells: list[dict], trained: int | None, picture: Path) -> None:
-    """One panel a task: the score over the length with its 95 % interval, chance where it shows, the trained length."""
+def draw_by_length(cells: list[dict], mark: Mark | None, picture: Path) -> None:
+    """One panel a task: the score over the length with its 95 % interval, chance where it shows, the marked length."""
     pyplot = pyplot_for_files()
     tasks = by_cell(cells, "task")
     figure, panels = panels_of(pyplot, len(tasks), 2.5)
@@ -49,12 +61,13 @@ def draw_by_length(cells: list[dict], trained: int | None, picture: Path) -> Non
         axes.errorbar(at, scores, errors, color=BLUE, marker="o", markersize=5, capsize=3, linewidth=1.8)
         if points[0]["chance"] > 0.005:
             axes.axhline(100 * points[0]["chance"], color=GREY, linestyle=":", label="chance")
-        if trained:
-            label = f"trained on {short_length(trained)}" if axes is panels[0] else None  # said once
-            axes.axvline(trained, color=ORANGE, linestyle="--", linewidth=1.2, label=label)
+        if mark:
+            label = str(mark) if axes is panels[0] else None  # said once
+            axes.axvline(mark.length, color=ORANGE, linestyle="--", linewidth=1.2, label=label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [short_length(length) for length in lengths])
-        axes.set_xlim(min([*lengths, trained or lengths[0]]) / 1.3, max([*lengths, trained or 0]) * 1.3)
+        ends = [*lengths, mark.length] if mark else lengths
+        axes.set_xlim(min(ends) / 1.3, max(ends) * 1.3)
         axes.minorticks_off()
         axes.set_ylim(-4, 104)
         axes.set_yticks([0, 25, 50, 75, 100])
@@ -68,7 +81,7 @@ def draw_by_length(cells: list[dict], trained: int | None, picture: Path) -> Non
     pyplot.close(figure)
 
 
-def draw_by_depth(lines: list[dict], trained: int | None, picture: Path) -> bool:
+def draw_by_depth(lines: list[dict], mark: Mark | None, picture: Path) -> bool:
     """One heat map a task whose facts have a depth: its score in each cell; False where no task has any."""
     tasks = by_cell([line for line in lines if line["depth"] is not None], "task")
     if not tasks:
@@ -79,11 +92,11 @@ def draw_by_depth(lines: list[dict], trained: int | None, picture: Path) -> bool
     for axes, ((task,), found) in zip(panels, tasks.items(), strict=True):
         lengths = sorted({line["length"] for line in found})
         image = _heat_map(axes, found, lengths)
-        if trained and lengths[0] <= trained < lengths[-1]:
-            edge = sum(length <= trained for length in lengths) - 0.5
+        if mark and lengths[0] <= mark.length < lengths[-1]:
+            edge = sum(length <= mark.length for length in lengths) - 0.5
             axes.axvline(edge, color="white", linewidth=3)
             axes.axvline(edge, color=ORANGE, linewidth=1.5, linestyle="--")
-            note = f"; dashed: trained on {short_length(trained)}"
+            note = f"; dashed: {mark}"
         axes.set_title(task, fontsize=9)
     figure.supxlabel(f"tokens of the prompt{note}", fontsize=10)
     figure.supylabel("depth of the fact, % of the text", fontsize=10)
@@ -131,7 +144,7 @@ th, td {{ padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: right 
 <p>{facts}</p>
 {pictures}
 <h2>All cells</h2>
-<table><tr><th>task</th><th>tokens</th><th>score</th><th>95 % interval</th><th>texts</th><th>questions</th></tr>
+<table><tr>{columns}</tr>
 {rows}
 </table>
 <p><small>The interval is Wilson's with one observation a text: the questions of one text are not independent.</small>
@@ -139,22 +152,26 @@ th, td {{ padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: right 
 """
 
 
-def write_report(lines: list[dict], folder: Path, title: str, trained: int | None) -> Path:
+_COLUMNS = ("task", "in RULER", "tokens", "score", "95 % interval", "texts", "questions")
+
+
+def _row(cell):
+    yield from (cell["task"], TASKS[cell["task"]].ruler or "", f"{cell['length']:,}", f"{100 * cell['score']:.1f} %")
+    yield from (f"{100 * cell['low']:.1f} to {100 * cell['high']:.1f}", cell["texts"], cell["questions"])
+
+
+def write_report(lines: list[dict], folder: Path, title: str, mark: Mark | None) -> Path:
     """Write `summary.json`, `by_length.png`, `by_depth.png` and the page with all of it, whose path is returned."""
     cells = summary(lines)
     (folder / "summary.json").write_text(json.dumps(cells, indent=1) + "\n")
     pictures = [("Score by length", folder / "by_length.png"), ("Recall by depth and length", folder / "by_depth.png")]
-    draw_by_length(cells, trained, pictures[0][1])
-    if not draw_by_depth(lines, trained, pictures[1][1]):
+    draw_by_length(cells, mark, pictures[0][1])
+    if not draw_by_depth(lines, mark, pictures[1][1]):
         pictures.pop()
     first = lines[0]
     facts = f"Model {first['model']}, seed {first['seed']}, haystack {first['haystack']}; {first['versions']}."
-    rows = "\n".join(
-        f"<tr><td>{cell['task']}</td><td>{cell['length']:,}</td><td>{100 * cell['score']:.1f} %</td>"
-        f"<td>{100 * cell['low']:.1f} to {100 * cell['high']:.1f}</td><td>{cell['texts']}</td>"
-        f"<td>{cell['questions']}</td></tr>"
-        for cell in cells
-    )
+    rows = "\n".join("<tr>" + "".join(f"<td>{value}</td>" for value in _row(cell)) + "</tr>" for cell in cells)
+    columns = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     images = "\n".join(
         f'<h2>{name}</h2>\n<img alt="{name}" src="data:image/png;base64,'
         f'{base64.b64encode(file.read_bytes()).decode()}">'
@@ -162,7 +179,8 @@ def write_report(lines: list[dict], folder: Path, title: str, trained: int | Non
     )
     page = folder / "report.html"
     page.write_text(
-        _PAGE.format(title=html.escape(title), facts=html.escape(facts), pictures=images, rows=rows), encoding="utf-8"
+        _PAGE.format(title=html.escape(title), facts=html.escape(facts), pictures=images, columns=columns, rows=rows),
+        encoding="utf-8",
     )
     return page
 

@@ -24,6 +24,7 @@ from .suite import TASKS, Unit
 
 RESULTS = "results.jsonl"
 SUITE = 1  # raised when a seed gives other prompts than before
+_AMPLE = (4, 1024)  # a length of 4 times what one text needs and 1,024 more is enough for all texts of its task
 _UNIT = ("task", "length", "at_depth", "sample")  # the fields of a line that name its text
 
 
@@ -76,14 +77,19 @@ class Plan:
         Raises:
             EvalError: for a length that some text of a task does not fit into.
         """
-        safe = {}
+        tried, ample = set(), set()
         for unit in self.units():
-            # Texts differ by a few tokens in what they need: those near the limit are all tried.
-            if unit.length < safe.get(unit.task, float("inf")):
-                prompts = unit.prompts(self.seed, haystack, tokens)
-                needed = tokens.count(prompts[0].question.tail) + 1
-                if unit.length >= 8 * needed + 4096:
-                    safe[unit.task] = unit.length
+            if (unit.task, unit.length) in ample:
+                continue
+            needed = unit.needs(self.seed, haystack, tokens)
+            if needed > unit.length:
+                raise unit.refusal(needed)
+            # Texts differ in what they need, by a few sentences at most: near the limit each of them is looked at.
+            if unit.length >= _AMPLE[0] * needed + _AMPLE[1]:
+                ample.add((unit.task, unit.length))
+            if unit.task not in tried:
+                unit.prompts(self.seed, haystack, tokens)
+                tried.add(unit.task)
 
 
 class Results:

@@ -127,17 +127,24 @@ def fit(draft: Draft, length: int, tokens: Tokens) -> list[Prompt]:
     raise EvalError(f"the tokenizer makes no text of exactly {length} tokens here: choose another length or haystack")
 
 
+def fewest_tokens(draft: Draft, tokens: Tokens) -> int:
+    """The smallest length of a draft's prompts."""
+    return _measure(draft, draft.fewest, tokens)[0] + _SPARE[0]
+
+
+def _measure(draft, units, tokens):
+    """(tokens with the longest tail, what `_grow` returns) of a body of so many units."""
+    body, questions = draft.build(units)
+    longest = max((question.tail for question in questions), key=tokens.count)
+    count = tokens.count(draft.head + body + longest)
+    return count, (body, questions, longest, count)
+
+
 def _grow(draft, length, spare, tokens):
     """(body, questions, longest tail, tokens with it): `spare` tokens or more are left, up to `_GAP` or one unit."""
 
-    def measure(units):
-        body, questions = draft.build(units)
-        longest = max((question.tail for question in questions), key=tokens.count)
-        count = tokens.count(draft.head + body + longest)
-        return count, (body, questions, longest, count)
-
     room = length - spare
-    low, (low_count, best) = draft.fewest, measure(draft.fewest)
+    low, (low_count, best) = draft.fewest, _measure(draft, draft.fewest, tokens)
     if low_count > room:
         raise TooShort(low_count + spare)
     high, high_count = None, None
@@ -148,7 +155,7 @@ def _grow(draft, length, spare, tokens):
         else:
             share = (room - low_count) / max(high_count - low_count, 1)
             guess = low + min(max(int((high - low) * share), 1), high - low - 1)
-        count, made = measure(guess)
+        count, made = _measure(draft, guess, tokens)
         if count <= room:
             low, low_count, best = guess, count, made
         else:

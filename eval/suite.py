@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kimi_k3.training.small_data import ATTRIBUTES, HELD_OUT_NAMES, QUESTION
 
 from .haystack import Haystack
-from .sizing import Draft, EvalError, Prompt, Question, Tokens, TooShort, fit
+from .sizing import Draft, EvalError, Prompt, Question, Tokens, TooShort, fewest_tokens, fit
 from .words import ADJECTIVES, NOUNS, distinct, invented
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -404,22 +404,32 @@ class Unit:
     depth: float | None
     sample: int
 
+    def _draft(self, seed, haystack, attempt=0):
+        name = f"{seed}/{self.task}/{self.length}/{self.depth}/{self.sample}/{haystack.name}/{attempt}"
+        return TASKS[self.task].make(Asked(random.Random(name), haystack, self.length, self.depth))
+
+    def needs(self, seed: int, haystack: Haystack, tokens: Tokens) -> int:
+        """The fewest tokens that this text could have."""
+        return fewest_tokens(self._draft(seed, haystack), tokens)
+
+    def refusal(self, needed: int) -> EvalError:
+        return EvalError(
+            f"the task {self.task} needs at least {needed} tokens with this tokenizer and haystack: leave out the "
+            f"length {self.length}"
+        )
+
     def prompts(self, seed: int, haystack: Haystack, tokens: Tokens) -> list[Prompt]:
         """The prompts of this text, the same ones for the same arguments, each of exactly `length` tokens.
 
         Raises:
-            TooShort: if the task needs more tokens.
+            EvalError: if the task needs more tokens, or the haystack holds what would be hidden in it.
         """
-        name = f"{seed}/{self.task}/{self.length}/{self.depth}/{self.sample}/{haystack.name}"
         for attempt in range(_ATTEMPTS):
-            rng = random.Random(f"{name}/{attempt}")
-            draft = TASKS[self.task].make(Asked(rng, haystack, self.length, self.depth))
+            draft = self._draft(seed, haystack, attempt)
             try:
                 prompts = fit(draft, self.length, tokens)
             except TooShort as error:
-                raise EvalError(
-                    f"the task {self.task} {error} with this tokenizer and haystack: leave out the length {self.length}"
-                ) from error
+                raise self.refusal(error.needed) from error
             text = prompts[0].text.removesuffix(prompts[0].question.tail)
             if all(text.count(fact) == 1 for fact in draft.once):
                 return prompts
