@@ -65,62 +65,66 @@ def measure(config: KimiK3TextConfig, plan: CostPlan, folder: Path, device: torc
         "versions": versions(),
     }
     results = Results(folder / "cost.jsonl", identity, ("length", "attention"))
-    todo = [(length, kind) for length in sorted(plan.lengths) for kind in (HYBRID, FULL)]
-    todo = [case for case in todo if case not in results.done]
-    models = {}
-    for length, kind in tqdm(todo, desc="cost", unit="case"):
-        if kind not in models:
-            models[kind] = random_model(config if kind == HYBRID else full_attention(config), device, dtype)
-            _run(models[kind], plan, min(2 * plan.chunk, length))  # first-call costs
-        results.append([{"length": length, "attention": kind, "rows": plan.rows, **_run(models[kind], plan, length)}])
+    todo = [length for length in sorted(plan.lengths) if (length, FULL) not in results.done]
+    if todo:
+        configs = {HYBRID: config, FULL: full_attention(config)}
+        models = {kind: random_model(config, device, dtype) for kind, config in configs.items()}
+        _both(models, plan, min(2 * plan.chunk, todo[0]))  # first-call costs
+    for length in tqdm(todo, desc="cost", unit="length"):
+        lines = [{**line, "rows": plan.rows} for line in _both(models, plan, length)]
+        results.append([line for line in lines if results.key(line) not in results.done])
     return sorted(results.lines, key=lambda line: (line["length"], line["attention"] != HYBRID))
 
 
 @torch.inference_mode()
-def _run(model, plan, length):
-    """One prefill in chunks and `steps` greedy steps after it; seconds, milliseconds and bytes."""
+def _both(models, plan, length):
+    """The lines of a length: the prefills one after the other, then a step of each in turn, so that load hits both."""
+    lines, running = {}, {}
+    for kind, model in models.items():
+        cache = HybridCache(model.config)
+        token, measured = _prefill(model, cache, plan, length)
+        lines[kind] = {"length": length, "attention": kind, **measured, "cache_bytes": cache.nbytes}
+        running[kind] = token, cache, []
+    for _ in range(plan.steps):
+        for kind, (token, cache, steps) in running.items():
+            started = _now(token.device)
+            token = _forward(models[kind], token, cache)
+            steps.append(_now(token.device) - started)
+            running[kind] = token, cache, steps
+    for kind, (_, _, steps) in running.items():
+        lines[kind]["decode_ms"] = round(1e3 * statistics.median(steps), 4)
+    return list(lines.values())
+
+
+def _forward(model, ids, cache):
+    """[rows, T] -> the next tokens [rows, 1]; the cache is filled in place."""
+    return model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache}).logits[:, -1:].argmax(-1)
+
+
+def _prefill(model, cache, plan, length):
+    """(next tokens [rows, 1], seconds and, on a GPU, bytes: of the weights, of one chunk, at the peak)."""
     device = model.device
     on_gpu = device.type == "cuda"
     gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    weights = _allocated(device)
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(model.config.vocab_size, (plan.rows, length), generator=generator).to(device)
-    cache, peak, last_chunk = HybridCache(model.config), 0, 0
-
-    def forward(ids):
-        return (
-            model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache}).logits[:, -1:].argmax(-1)
-        )
-
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    peak = chunk = foreign = 0
+    if on_gpu:
+        torch.cuda.empty_cache()
+        foreign = torch.cuda.memory_allocated(device) - weights  # the other model and its cache
     started = _now(device)
     for part in ids.split(plan.chunk, dim=1):
-        before = _allocated(device)
-        token = forward(part)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        token = _forward(model, part, cache)
         if on_gpu:
             highest = torch.cuda.max_memory_allocated(device)
-            peak, last_chunk = max(peak, highest), highest - before
-            torch.cuda.reset_peak_memory_stats(device)
+            peak, chunk = max(peak, highest - foreign), highest - before
     first = _now(device) - started
-    held = cache.nbytes
-    steps = []
-    for _ in range(plan.steps):
-        started = _now(device)
-        token = forward(token)
-        steps.append(_now(device) - started)
-    memory = {"weight_bytes": weights, "chunk_bytes": last_chunk, "peak_bytes": peak} if on_gpu else {}
-    return {
-        "first_token_s": round(first, 4),
-        "decode_ms": round(1e3 * statistics.median(steps), 4),
-        "cache_bytes": held,
-        **memory,
-    }
-
-
-def _allocated(device):
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    memory = {"weight_bytes": weights, "chunk_bytes": chunk, "peak_bytes": peak} if on_gpu else {}
+    return token, {"first_token_s": round(first, 4), **memory}
 
 
 def _now(device):
