@@ -452,10 +452,10 @@ def configured_length(reader):
     return Mark(length, "max_position_embeddings") if length else None
 
 
-# --- kimi-k3 cost ----------------------------------------------------------------------------------------------------
+# --- kimi-k3 eval-cost -----------------------------------------------------------------------------------------------
 
 
-def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
+def add_eval_cost_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder with a config.json; no weights are read")
     parser.add_argument("--lengths", required=True, metavar="4k,32k", help="tokens of context")
     parser.add_argument(
@@ -470,7 +470,7 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
 
 
-def run_cost(args: argparse.Namespace) -> None:
+def run_eval_cost(args: argparse.Namespace) -> None:
     """Time to first token, decoding and cache by length, beside the same model with full attention everywhere."""
     refuse_without_matplotlib()
     from .eval import EvalError, cost, parse_length
@@ -502,7 +502,7 @@ COMMANDS = {
     "train": ("train a model on local text", add_train_arguments, run_train),
     **CONVERSION_COMMANDS,
     "eval": ("measure recall over the length of the context", add_eval_arguments, run_eval),
-    "cost": ("measure time and memory over the length of the context", add_cost_arguments, run_cost),
+    "eval-cost": ("measure time and memory over the length of the context", add_eval_cost_arguments, run_eval_cost),
 }
 
 

@@ -39,7 +39,6 @@ setup(
     # psutil and tqdm come with accelerate and transformers anyway; conversion imports them itself
     install_requires=["accelerate", "psutil", "safetensors", "torch>=2.9", "tqdm", "transformers>=5.17,<6"],
     package_data={"kimi_k3.eval": ["tasks/*"]},
-    install_requires=["accelerate", "safetensors", "torch>=2.9", "transformers>=5.17,<6"],
     extras_require={
         # CUDA builds of torch bring triton along; this is for builds that do not.
         "triton": ["triton; platform_system == 'Linux'"],

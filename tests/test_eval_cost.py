@@ -1,4 +1,4 @@
-"""`kimi-k3 cost`: what it measures is what the cache holds; it continues, and draws."""
+"""`kimi-k3 eval-cost`: what it measures is what the cache holds; it continues, and draws."""
 
 import json
 
@@ -45,7 +45,18 @@ def test_bytes_are_those_of_the_layers_and_a_finished_run_is_not_measured_again(
 
 
 def test_the_command_draws(folder, tmp_path, capsys):
-    command = ["cost", str(folder), "--lengths", "64,128", "--steps", "2", "--device", "cpu", "--out", str(tmp_path)]
+    command = [
+        "eval-cost",
+        str(folder),
+        "--lengths",
+        "64,128",
+        "--steps",
+        "2",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    ]
     assert cli.main(command) == 0
     assert "full attention" in capsys.readouterr().out
     assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
