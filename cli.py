@@ -492,6 +492,46 @@ def run_eval_cost(args: argparse.Namespace) -> None:
 def refuse_without_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("the pictures need matplotlib: pip install 'kimi-k3[eval]'")
+# --- kimi-k3 cost ----------------------------------------------------------------------------------------------------
+
+
+def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", type=Path, nargs="+", metavar="CONFIG",
+        help="checkpoint folders or config.json files of any transformers model with KDA, MLA or grouped-query "
+        "attention; the first is compared with the others",
+    )  # fmt: skip
+    parser.add_argument("--gpu", choices=("h100", "h200", "b200", "b300"), default="b300", help="default: %(default)s")
+    parser.add_argument("--gpus", type=at_least_one, default=8, metavar="N", help="in the node (default: %(default)s)")
+    parser.add_argument(
+        "--context", type=at_least_one, default=131072, metavar="N", help="tokens of a session (default: %(default)s)"
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw cache and KV throughput against context")
+
+
+def run_cost(args: argparse.Namespace) -> None:
+    """Print parameters, FLOPs, bytes and what fits on a node, from configurations alone."""
+    from .serving import cost_report
+
+    if args.picture is not None:
+        check_picture(args.picture)
+    try:
+        costs = [cost_report.read_cost(path) for path in args.config]
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print(cost_report.report(costs, args.gpu, args.gpus, args.context), end="")
+    if args.picture is not None:
+        cost_report.draw(costs, args.gpu, args.gpus, args.picture)
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a picture that could not be drawn, before any work."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("a picture needs matplotlib: pip install 'kimi-k3[plots]'")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"{path} must end in .png, .svg or .pdf")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent} for the picture")
 
 
 # --- entry -----------------------------------------------------------------------------------------------------------
@@ -503,6 +543,7 @@ COMMANDS = {
     **CONVERSION_COMMANDS,
     "eval": ("measure recall over the length of the context", add_eval_arguments, run_eval),
     "eval-cost": ("measure time and memory over the length of the context", add_eval_cost_arguments, run_eval_cost),
+    "cost": ("count parameters, FLOPs and bytes of a configuration", add_cost_arguments, run_cost),
 }
 
 
