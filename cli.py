@@ -534,6 +534,37 @@ def check_picture(path: Path) -> None:
         raise UsageError(f"there is no folder {path.parent} for the picture")
 
 
+# --- kimi-k3 cache ---------------------------------------------------------------------------------------------------
+
+
+def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("stats", "clear"), help="count what is kept, or delete it")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the disk tier of a prefix cache")
+    parser.add_argument("--check", action="store_true", help="stats: read every file and verify its checksum")
+
+
+def run_cache(args: argparse.Namespace) -> None:
+    """What a folder of kept prefixes holds, one line a model; or empty it."""
+    from .serving import prefix_folder
+
+    if args.check and args.action == "clear":
+        raise UsageError("--check belongs to stats: clear deletes broken files too")
+    try:
+        if args.action == "clear":
+            print(f"{prefix_folder.clear(args.folder):,} bytes freed")
+            return
+        models = prefix_folder.inspect(args.folder, args.check)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    for model in models:
+        print(
+            f"model {model.namespace[:12]}: {model.states:,} states and {model.segments:,} segments of "
+            f"{model.tokens:,} tokens, {model.bytes:,} bytes, {model.broken} broken files"
+        )
+    if not models:
+        print("no prefixes")
+
+
 # --- entry -----------------------------------------------------------------------------------------------------------
 
 # name: (help, declares the arguments, runs)
@@ -544,6 +575,7 @@ COMMANDS = {
     "eval": ("measure recall over the length of the context", add_eval_arguments, run_eval),
     "eval-cost": ("measure time and memory over the length of the context", add_eval_cost_arguments, run_eval_cost),
     "cost": ("count parameters, FLOPs and bytes of a configuration", add_cost_arguments, run_cost),
+    "cache": ("count or delete the prefixes kept in a folder", add_cache_arguments, run_cache),
 }
 
 

@@ -487,7 +487,7 @@ class Node:
 
 
 def all_to_all_bytes(tokens: int, layer: Experts, ranks: int, element_bytes: float = 2) -> float:
-    """Bytes a rank sends in one dispatch: (T k / E) (1 - 1 / E) D P, for T tokens over E ranks, D the experts' width."""
+    """Bytes a rank sends in one dispatch of T tokens over E ranks: (T k / E) (1 - 1 / E) D P, D the experts' width."""
     width = layer.latent or layer.hidden
     return tokens * layer.chosen / ranks * (1 - 1 / ranks) * width * element_bytes
 

@@ -1,0 +1,500 @@
+"""PrefixCache: keeps what prompts and turns computed, and starts later ones from the longest prefix that is kept.
+
+A hybrid can only start where the recurrent state of *every* KDA layer is kept together with all latents before it.
+States are therefore kept at few boundaries: every `every` tokens, before the last token of a prompt (which has to run
+in any case, to give the first logits), at the end of a turn, and where a text was seen to leave another that is kept.
+`prefix_index.py` says why a hit is exact to the last bit.
+
+    cache = PrefixCache(model, device_bytes=8 << 30, folder="prefixes", disk_bytes=100 << 30)
+    output = cache.generate(input_ids, max_new_tokens=100)
+"""
+
+import hashlib
+import itertools
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..cache_kimi_k3 import HybridCache, LatentCacheLayer, model_fingerprint
+from ..modeling_kimi_k3 import CACHE_ARGUMENT
+from .cost import ModelCost, text_cost
+from .prefix_index import PrefixIndex, Segment
+from .tiers import DiskTier, MemoryTier, PartId, Tensors, Tier
+
+LATENTS, STATE = "latents", "state"
+
+
+@dataclass
+class Prefilled:
+    """A prompt of which all but the last token ran.
+
+    Attributes:
+        cache: at the boundary behind them, the caller's own.
+        hit: tokens that were restored.
+        splits: boundaries of all forwards that made the state, the last of them `cache.get_seq_length()`.
+        logits: of the tokens that ran, [1, n, vocabulary], if they were asked for.
+    """
+
+    cache: HybridCache
+    hit: int
+    splits: list[int]
+    segment: Segment | None
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+class PrefixCache:
+    """Prefixes of one model in tiers of memory and disk; threads may share it, processes may share its folder.
+
+    Args:
+        model: a Kimi K3 model in evaluation; its weights must not change while the cache lives.
+        device_bytes: budget on the model's device.
+        host_bytes: budget in host memory (pinned when the model is on a GPU); 0 leaves the tier out.
+        folder, disk_bytes: of the disk tier; None leaves it out. Prefixes of several models can lie in one folder.
+        block: tokens of a block of latents, and the granularity at which a shared prefix is recognised.
+        every: tokens between two kept states of a long prompt.
+        write_through: copy to the lower tiers at once; otherwise a part moves down when the tier above is full.
+
+    Raises:
+        ValueError: for budgets or sizes that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device_bytes: int,
+        host_bytes: int = 0,
+        folder: str | os.PathLike | None = None,
+        disk_bytes: int = 0,
+        block: int = 512,
+        every: int = 32768,
+        write_through: bool = True,
+    ):
+        if block < 1 or every < block or every % block:
+            raise ValueError(f"every ({every}) must be a positive multiple of block ({block})")
+        if min(device_bytes, host_bytes, disk_bytes) < 0:
+            raise ValueError("budgets are numbers of bytes that are not negative")
+        if (folder is None) != (disk_bytes == 0):
+            raise ValueError("folder and disk_bytes belong together: give both or neither")
+        self.model, self.every, self.write_through = model, every, write_through
+        self.index = PrefixIndex(numerics_fingerprint(model), block)
+        self.tiers: list[Tier] = [MemoryTier("device", model.device, device_bytes)]
+        if host_bytes:
+            pinned = model.device.type == "cuda"
+            self.tiers.append(MemoryTier("host", torch.device("cpu"), host_bytes, pinned))
+        self.disk = None if folder is None else DiskTier(Path(folder), disk_bytes, self.index.root.key)
+        if self.disk:
+            self.tiers.append(self.disk)
+        self.lookups = self.hits = self.hit_tokens = self.computed_tokens = 0
+        self._cost: ModelCost = text_cost(model.config.get_text_config(decoder=True), dtype_bytes=model.dtype.itemsize)
+        self._weights = _weight_versions(model)
+        self._lock = threading.RLock()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="prefix-cache-reader")
+        with self._lock:
+            self._adopt_files()
+            if self.disk:
+                self.disk.settle()
+
+    # --- use -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prefill(self, input_ids: torch.Tensor, keep_logits: bool = False) -> Prefilled:
+        """Run all but the last of the tokens [1, T], from the longest kept prefix on, and keep the result.
+
+        Raises:
+            ValueError: for more than one row, or weights that changed since the cache was made.
+        """
+        with self._prefilled(input_ids, keep_logits) as done:
+            return done
+
+    @torch.no_grad()
+    def forward(self, input_ids: torch.Tensor, keep_logits: bool = False) -> tuple[torch.Tensor, Prefilled]:
+        """Logits [1, 1, vocabulary] of the last of the tokens [1, T], and the cache behind it.
+
+        With `keep_logits` those of all tokens that ran, [1, T - hit, vocabulary].
+        """
+        done = self.prefill(input_ids, keep_logits)
+        last = self.model(input_ids[:, -1:], **{CACHE_ARGUMENT: done.cache}).logits
+        done.splits.append(input_ids.shape[1])
+        return torch.cat([*done.logits, last], dim=1), done
+
+    def generate(self, input_ids: torch.Tensor, **kwargs):
+        """`model.generate(input_ids [1, T], ...)`; the prompt and the finished turn are kept.
+
+        Raises:
+            ValueError: also for what cannot go on from one kept state: beams, several sequences, drafts, padding, or a
+                cache of the caller's.
+        """
+        settings = kwargs.get("generation_config") or self.model.generation_config
+        for name in ("num_beams", "num_return_sequences"):
+            if (kwargs.get(name, getattr(settings, name, None)) or 1) != 1:
+                raise ValueError(f"a prefix is one row: generate through the prefix cache takes no {name}")
+        for name in ("assistant_model", "prompt_lookup_num_tokens", "cache", "past_key_values", "inputs_embeds"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"generate through the prefix cache takes no {name}: it starts from a cache of its own"
+                )
+        mask = kwargs.pop("attention_mask", None)
+        if mask is not None and not mask.bool().all():
+            raise ValueError("a prefix has no padding: pass the row without it")
+        with self._prefilled(input_ids) as done:
+            output = self.model.generate(
+                input_ids, attention_mask=torch.ones_like(input_ids), **{CACHE_ARGUMENT: done.cache}, **kwargs
+            )
+            ids = output if isinstance(output, torch.Tensor) else output.sequences
+            self._keep_turn(done, ids[0].tolist())
+        return output
+
+    def prefetch(self, input_ids: torch.Tensor) -> Future:
+        """Bring the prefix that `prefill` would use up to the device, in a thread, while something else computes."""
+        tokens = self._tokens(input_ids)
+        return self._reader.submit(self._restored_prefix, tokens, True)
+
+    def flush(self) -> None:
+        """Wait until everything kept is on the disk, as far as it goes there."""
+        if self.disk:
+            self.disk.flush()
+        with self._lock:
+            self._forget_failed()
+
+    def clear(self) -> None:
+        """Forget every prefix that nobody is using, in all tiers."""
+        with self._lock:
+            for segment in sorted(self.index.segments.values(), key=lambda segment: -segment.start):
+                if not segment.pins and not segment.children:
+                    self._forget(segment)
+
+    def close(self) -> None:
+        """Finish writing and let go of the folder. With write-back, what is only in memory is written first."""
+        self._reader.shutdown(wait=True)
+        if self.disk and not self.write_through:
+            with self._lock:
+                for segment in sorted(self.index.segments.values(), key=lambda segment: segment.start):
+                    for kind in (LATENTS, STATE):
+                        part = segment.key, kind
+                        held = next((tier for tier in self.tiers if part in tier), None)
+                        if held is not None and part not in self.disk:
+                            self._put(len(self.tiers) - 1, segment, kind, held.get(part), held.entries[part].cost)
+        for tier in self.tiers:
+            tier.close()
+
+    def stats(self) -> dict:
+        """Counters since the cache was made; tokens are those of prompts, bytes those of each tier."""
+        with self._lock:
+            return {
+                "lookups": self.lookups,
+                "hits": self.hits,
+                "hit_tokens": self.hit_tokens,
+                "computed_tokens": self.computed_tokens,
+                "segments": len(self.index.segments),
+                "states": sum(self._held(segment, STATE) for segment in self.index.segments.values()),
+                "tiers": {
+                    tier.name: {
+                        "bytes": tier.used,
+                        "budget": tier.budget,
+                        "parts": len(tier.entries),
+                        "written_bytes": tier.written_bytes,
+                        "read_bytes": tier.read_bytes,
+                        "evicted_bytes": tier.evicted_bytes,
+                    }
+                    for tier in self.tiers
+                },
+            }
+
+    # --- running -------------------------------------------------------------------------------------------------
+
+    def _tokens(self, input_ids: torch.Tensor) -> tuple[int, ...]:
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
+            raise ValueError(f"a prefix is one row of tokens [1, T], T at least 1, but got {tuple(input_ids.shape)}")
+        if _weight_versions(self.model) != self._weights:
+            raise ValueError("the model's weights changed since the prefix cache was made: make a new PrefixCache")
+        return tuple(input_ids[0].tolist())
+
+    @contextmanager
+    def _prefilled(self, input_ids: torch.Tensor, keep_logits: bool = False):
+        """A `Prefilled` whose segment is pinned inside the block."""
+        tokens = self._tokens(input_ids)
+        last = len(tokens) - 1
+        cache, segment, shared = self._restored_prefix(tokens)
+        hit = segment.end
+        done = Prefilled(cache, hit, segment.splits(), segment)
+        boundaries = {*range(self.every, last, self.every), shared, last}
+        try:
+            with torch.no_grad():
+                for end in sorted(boundary for boundary in boundaries if hit < boundary <= last):
+                    start = int(cache.get_seq_length())
+                    part = input_ids[:, start:end]
+                    kept = 0 if keep_logits else 1
+                    logits = self.model(part, logits_to_keep=kept, **{CACHE_ARGUMENT: cache}).logits
+                    if keep_logits:
+                        done.logits.append(logits)
+                    done.splits.append(end)
+                    self._keep(done, tokens[start:end], steps=False)
+            with self._lock:
+                self.lookups += 1
+                self.hits += hit > 0
+                self.hit_tokens += hit
+                self.computed_tokens += len(tokens) - hit
+            yield done
+        finally:
+            with self._lock:
+                if done.segment is not None:
+                    done.segment.unpin()
+                    self._prune(done.segment)
+
+    def _keep_turn(self, done: Prefilled, tokens: list[int]) -> None:
+        """Keep what was fed one by one since the prompt; the last token that was generated never is."""
+        start, end = done.splits[-1] if done.splits else 0, int(done.cache.get_seq_length())
+        if end > start:
+            done.splits += range(start + 1, end + 1)
+            self._keep(done, tokens[start:end], steps=True)
+
+    def _keep(self, done: Prefilled, tokens: Sequence[int], steps: bool) -> None:
+        """Put a segment behind `done.segment`, which is None from the first one on that found no room."""
+        if done.segment is None:
+            return
+        with self._lock:
+            self._forget_failed()
+            parent, done.segment = done.segment, None
+            if not self.index.has(parent):  # forgotten meanwhile, with a file that could not be read or written
+                return
+            segment = self.index.make(parent, tokens, steps)
+            self.index.add(segment)
+            segment.pin()
+            cost = self._cost.flops(len(segment.tokens), segment.start)
+            for kind, take in ((LATENTS, self._latents), (STATE, self._state)):
+                if not self._held(segment, kind):
+                    self._insert(segment, kind, take(done.cache, segment), cost)
+            if self._held(segment, LATENTS):
+                parent.unpin()
+                done.segment = segment
+                return
+            segment.unpin()
+            self._lost(segment, LATENTS)
+            parent.unpin()
+            self._prune(parent)
+
+    def _latents(self, cache: HybridCache, segment: Segment) -> Tensors:
+        """Latents of the segment, [MLA layers, tokens, R] a block; blocks end at multiples of the block size."""
+        layers = [layer.latents[0] for layer in cache.layers if isinstance(layer, LatentCacheLayer)]
+        found, block = {"tokens": torch.tensor(segment.tokens, dtype=torch.int64)}, self.index.block
+        edges = [segment.start, *range((segment.start // block + 1) * block, segment.end, block), segment.end]
+        if layers:
+            for i, (start, end) in enumerate(itertools.pairwise(edges)):
+                found[f"block.{i:06d}"] = torch.stack([layer[start:end].to(self.model.device) for layer in layers])
+        return found
+
+    def _state(self, cache: HybridCache, segment: Segment) -> Tensors:
+        """Recurrent states and convolution tails of all KDA layers."""
+        return {
+            f"layers.{i}.{name}": tensor
+            for i, layer in enumerate(cache.layers)
+            if not isinstance(layer, LatentCacheLayer)
+            for name, tensor in zip(layer.tensor_names, layer.tensors(), strict=True)
+        }
+
+    def _assembled(self, chain: list[Segment], latents: list[Tensors], state: Tensors) -> HybridCache:
+        """The cache behind the last segment of the chain; latents are copied, states shared (nobody writes to them)."""
+        cache, device = HybridCache(self.model.config), self.model.device
+        blocks = [held[name].to(device) for held in latents for name in sorted(held) if name.startswith("block.")]
+        mla = 0
+        for i, layer in enumerate(cache.layers):
+            if isinstance(layer, LatentCacheLayer):
+                layer.load([torch.cat([block[mla] for block in blocks])[None]], chain[-1].end)
+                mla += 1
+            else:
+                tensors = [state[f"layers.{i}.{name}"].to(device) for name in layer.tensor_names]
+                layer.load(tensors, chain[-1].end)
+        return cache
+
+    # --- looking up ----------------------------------------------------------------------------------------------
+
+    def _restored_prefix(self, tokens: tuple[int, ...], only_fetch: bool = False):
+        """(cache, pinned segment, tokens shared with some kept text); an empty cache and the root without a hit.
+
+        Tensors are read outside the lock. A part that cannot be read is forgotten and the next best prefix tried.
+        With `only_fetch` nothing is assembled and nothing stays pinned.
+        """
+        while True:
+            with self._lock:
+                self._forget_failed()
+                self._adopt_files()
+                found, shared = self.index.matches(tokens, len(tokens) - 1)
+                segment = next((s for s in found if self._held(s, STATE)), self.index.root)
+                segment.pin()
+            if segment is self.index.root:
+                break
+            chain = segment.chain()
+            wanted = [*((s, LATENTS) for s in chain), (segment, STATE)]
+            read = [self._read(s, kind) for s, kind in wanted]
+            with self._lock:
+                missing = next((at for at, (_, tensors) in zip(wanted, read, strict=True) if tensors is None), None)
+                if missing is None:
+                    for (s, kind), (level, tensors) in zip(wanted, read, strict=True):
+                        self._promote(s, kind, level, tensors)
+                    break
+                segment.unpin()
+                self._lost(*missing)
+        if only_fetch:
+            with self._lock:
+                segment.unpin()
+            return segment.end
+        if segment is self.index.root:
+            return HybridCache(self.model.config), segment, shared
+        tensors = [tensors for _, tensors in read]
+        return self._assembled(chain, tensors[:-1], tensors[-1]), segment, shared
+
+    def _read(self, segment: Segment, kind: str) -> tuple[int, Tensors | None]:
+        for level, tier in enumerate(self.tiers):
+            tensors = tier.get((segment.key, kind))
+            if tensors is not None:
+                return level, tensors
+            if tier is self.disk and (segment.key, kind) in tier:
+                with self._lock:
+                    tier.drop((segment.key, kind))
+        return -1, None
+
+    def _promote(self, segment: Segment, kind: str, level: int, tensors: Tensors) -> None:
+        """A part was used: it ranks as new, and lies on the device again if room can be made there."""
+        part = segment.key, kind
+        cost = next((tier.entries[part].cost for tier in self.tiers if part in tier), 0.0)
+        if level > 0 and part not in self.tiers[0]:
+            self._put(0, segment, kind, tensors, cost)
+        for tier in self.tiers:
+            tier.touch(part)
+
+    # --- keeping (all of it under the lock) ----------------------------------------------------------------------
+
+    def _held(self, segment: Segment, kind: str) -> bool:
+        return any((segment.key, kind) in tier for tier in self.tiers)
+
+    def _insert(self, segment: Segment, kind: str, tensors: Tensors, cost: float) -> None:
+        """Into the first tier that takes it, and with write-through into all below."""
+        for level in range(len(self.tiers)):
+            if self._put(level, segment, kind, tensors, cost) and not self.write_through:
+                return
+
+    def _put(self, level: int, segment: Segment, kind: str, tensors: Tensors, cost: float) -> bool:
+        """Whether the tier has the part now, after whatever had to go."""
+        tier, part = self.tiers[level], (segment.key, kind)
+        if part in tier:
+            return True
+        size = tier.size_of(tensors)
+        if size > tier.budget or not self._make_room(level, size) or not self.index.has(segment):
+            return False  # making room can take away what this text stands on
+        if tier is self.disk:
+            described = {"parent": segment.parent.key, "start": str(segment.start), "steps": str(int(segment.steps))}
+            tier.put(part, tensors, cost, described)
+        else:
+            tier.put(part, tensors, cost)
+        return True
+
+    def _make_room(self, level: int, size: int) -> bool:
+        """Evict what is worth least until `size` bytes fit; False if they cannot."""
+        tier = self.tiers[level]
+        while tier.used + size > tier.budget:
+            candidates = [part for part in list(tier.entries) if self._may_go(level, part)]
+            if not candidates:
+                return False
+            part = min(candidates, key=lambda part: tier.entries[part].priority)
+            segment, tensors = self.index.segments[part[0]], None
+            below = self.tiers[level + 1 :]
+            if below and not self.write_through and not any(part in lower for lower in below):
+                tensors = tier.get(part)
+            entry = tier.evict(part)
+            if tensors is not None:
+                for lower in range(level + 1, len(self.tiers)):
+                    if self._put(lower, segment, part[1], tensors, entry.cost):
+                        break
+            if not self._held(segment, part[1]):
+                self._lost(segment, part[1])
+        return True
+
+    def _may_go(self, level: int, part: PartId) -> bool:
+        """A state may always go. Latents may if another tier has them; else while nobody uses them, and at the end of a
+        text first: what lies behind would be lost with them, unless they move down."""
+        if part[1] == STATE or any(part in tier for i, tier in enumerate(self.tiers) if i != level):
+            return True
+        segment = self.index.segments[part[0]]
+        moves_down = not self.write_through and level + 1 < len(self.tiers)
+        return not segment.pins and (moves_down or not segment.children)
+
+    def _lost(self, segment: Segment, kind: str) -> None:
+        """A part is in no tier any more: without its latents a text ends before it, without its state it cannot start
+        there."""
+        if kind == LATENTS:
+            behind = [segment]
+            for lost in behind:
+                behind += lost.children
+            for lost in reversed(behind):
+                self._forget(lost)
+            segment = segment.parent
+        self._prune(segment)
+
+    def _prune(self, segment: Segment) -> None:
+        """Forget segments that nothing can start from any more, this one and those before it."""
+        while segment.parent is not None and not segment.children and not segment.pins:
+            if self._held(segment, STATE) or not self.index.has(segment):
+                return
+            self._forget(segment)
+            segment = segment.parent
+
+    def _forget(self, segment: Segment) -> None:
+        for kind in (LATENTS, STATE):
+            for tier in self.tiers:
+                tier.drop((segment.key, kind))
+        self.index.remove(segment)
+
+    def _forget_failed(self) -> None:
+        """What could not be written to the disk, and no other tier has."""
+        while self.disk and self.disk.failed:
+            part = self.disk.failed.pop()
+            self.disk.drop(part)
+            segment = self.index.segments.get(part[0])
+            if segment is not None and not self._held(segment, part[1]):
+                self._lost(segment, part[1])
+
+    def _adopt_files(self) -> None:
+        """Index what other processes, or earlier ones, left in the folder."""
+        files = self.disk.scan() if self.disk else {}
+        described = {key: self.disk.describe(key) for key, kind in files if kind == LATENTS}
+        found = {key: text for key, text in described.items() if text is not None}
+        for key, (parent_key, start, steps, tokens) in sorted(found.items(), key=lambda item: item[1][1]):
+            parent = self.index.root if start == 0 else self.index.segments.get(parent_key)
+            if parent is None:  # not there (yet)
+                continue
+            segment = self.index.make(parent, tokens, steps)
+            if segment.key != key or segment.start != start:
+                self.disk.reject((key, LATENTS), "its name is not that of its text")
+                continue
+            self.index.add(segment)
+            self._adopt(segment, LATENTS, files[key, LATENTS])
+        for (key, kind), size in files.items():
+            if kind == STATE and key in self.index.segments:
+                self._adopt(self.index.segments[key], STATE, size)
+
+    def _adopt(self, segment: Segment, kind: str, size: int) -> None:
+        self.disk.adopt((segment.key, kind), size, self._cost.flops(len(segment.tokens), segment.start))
+
+
+def numerics_fingerprint(model: torch.nn.Module) -> str:
+    """Hex digest of the model and of all that rounding depends on: what differs in it never shares a prefix."""
+    device = model.device
+    settings = (
+        model.config._attn_implementation,
+        torch.__version__,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {torch.get_num_threads()}",
+        os.environ.get("KIMI_K3_TRITON"),
+        torch.get_float32_matmul_precision(),
+    )
+    return hashlib.sha256(f"{model_fingerprint(model)} {settings}".encode()).hexdigest()
+
+
+def _weight_versions(model: torch.nn.Module) -> int:
+    """Changes when a parameter is replaced or written in place."""
+    return hash(tuple((id(p), -1 if p.is_inference() else p._version) for p in model.parameters()))

@@ -1,0 +1,93 @@
+"""A folder of kept prefixes from outside, without a model: what is in it, and emptying it."""
+
+import fcntl
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+
+from .tiers import DiskTier, checksum
+
+_NAMESPACE = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass
+class ModelFiles:
+    """What the folder keeps of one model: texts that can be started from, tokens of latents, bytes, unusable files."""
+
+    namespace: str
+    segments: int = 0
+    states: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    broken: int = 0
+
+
+def namespaces(folder: Path) -> list[Path]:
+    """One folder a model.
+
+    Raises:
+        ValueError: if there is no such folder, or something else lies in it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}")
+    foreign = [entry.name for entry in folder.iterdir() if not (entry.is_dir() and _NAMESPACE.fullmatch(entry.name))]
+    if foreign:
+        raise ValueError(f"{folder} is not a folder of prefixes: it holds {foreign[0]}")
+    return sorted(folder.iterdir())
+
+
+def inspect(folder: Path, check: bool = False) -> list[ModelFiles]:
+    """Count what lies in the folder; with `check` every file is read and its checksum verified. Changes nothing."""
+    found = []
+    for place in namespaces(folder):
+        counted = ModelFiles(place.name)
+        for file in sorted(place.glob("*" + DiskTier.suffix)):
+            try:
+                key, kind = file.name.removesuffix(DiskTier.suffix).split(".")
+                size = file.stat().st_size
+                with safe_open(file, framework="pt") as opened:
+                    metadata = opened.metadata()
+                    tokens = opened.get_slice("tokens").get_shape()[0] if kind == "latents" else 0
+                    if check:
+                        tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+                        if metadata["checksum"] != checksum(key, kind, tensors):
+                            raise ValueError("its checksum is wrong")
+            except FileNotFoundError:  # evicted meanwhile
+                continue
+            except Exception:  # whatever a damaged file makes of the reader
+                counted.broken += 1
+                continue
+            counted.bytes += size
+            counted.tokens += tokens
+            counted.segments += kind == "latents"
+            counted.states += kind == "state"
+        found.append(counted)
+    return found
+
+
+def clear(folder: Path) -> int:
+    """Delete every kept prefix; returns the bytes that this freed.
+
+    Raises:
+        ValueError: if a process has the folder open; nothing is deleted then.
+    """
+    places, locks, freed = namespaces(folder), [], 0
+    try:
+        for place in places:
+            locks.append(open(place / "lock", "a"))
+            try:
+                fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{place} is in use: stop the processes that share it first") from None
+        for place in places:
+            for file in (*place.glob("*" + DiskTier.suffix), *place.glob("*.writing")):
+                freed += file.stat().st_size
+                file.unlink()
+            (place / "lock").unlink()
+            place.rmdir()
+    finally:
+        for lock in locks:
+            lock.close()
+    return freed

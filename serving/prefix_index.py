@@ -1,0 +1,155 @@
+"""Which prefixes are kept: a tree of segments, found by chained hashes of token blocks.
+
+A segment is what one forward added (or a run of one-token forwards, `steps`): its tokens, the latents of all MLA layers
+for them, and the recurrent states of all KDA layers behind them. Rounding depends on how a text was split into
+forwards, so a segment's key is a hash over its tokens *and* over how everything before it was split: what is restored
+was computed by exactly one history, which `splits` names and a cold run can repeat to the last bit.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    return numpy.asarray(tokens, dtype="<i8").tobytes()
+
+
+def chained(previous: bytes, *parts: bytes) -> bytes:
+    """sha256 over a hash and what follows it; every part counts with its length, so none can run into the next."""
+    digest = hashlib.sha256(previous)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+@dataclass(eq=False)
+class Segment:
+    """Tokens [start, end) of a text, computed behind `parent`.
+
+    Attributes:
+        key: names it, in memory and on disk.
+        tokens: its own ones.
+        steps: computed one token at a time (decoding) and not in one forward.
+        block_hash, remainder: chained hash of the full token blocks up to `end`, and the tokens after the last of them.
+        covered: the chained hashes of the full blocks that end inside this segment.
+        pins: users of it or of a segment behind it; it stays while there are any.
+    """
+
+    key: str
+    parent: "Segment | None"
+    start: int
+    tokens: tuple[int, ...]
+    steps: bool
+    block_hash: bytes
+    remainder: tuple[int, ...]
+    covered: tuple[bytes, ...]
+    children: set["Segment"] = field(default_factory=set)
+    pins: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    def pin(self, count: int = 1) -> None:
+        """Keep this segment and those before it until `unpin`."""
+        segment = self
+        while segment is not None:
+            segment.pins += count
+            segment = segment.parent
+
+    def unpin(self) -> None:
+        self.pin(-1)
+
+    def chain(self) -> list["Segment"]:
+        """From the first segment of the text to this one."""
+        found, segment = [], self
+        while segment.parent is not None:
+            found.append(segment)
+            segment = segment.parent
+        return found[::-1]
+
+    def splits(self) -> list[int]:
+        """Boundaries of the forwards that computed this prefix, the last of them `end`."""
+        found: list[int] = []
+        for segment in self.chain():
+            found += range(segment.start + 1, segment.end + 1) if segment.steps else [segment.end]
+        return found
+
+
+class PrefixIndex:
+    """The segments of one model. Not locked: `PrefixCache` holds its lock around every call."""
+
+    def __init__(self, namespace: str, block: int):
+        self.block = block
+        self.root = Segment(namespace, None, 0, (), False, bytes.fromhex(namespace), (), ())
+        self.segments: dict[str, Segment] = {}
+        self._ending: dict[bytes, list[Segment]] = {}
+        self._covering: dict[bytes, int] = {}
+
+    def has(self, segment: Segment) -> bool:
+        """Whether a text can go on behind it: it is the root, or was not forgotten."""
+        return segment is self.root or self.segments.get(segment.key) is segment
+
+    def make(self, parent: Segment, tokens: Sequence[int], steps: bool) -> Segment:
+        """The segment of these tokens behind `parent`: the one that is there, or a new one that is not added yet."""
+        tokens = tuple(int(token) for token in tokens)
+        key = chained(bytes.fromhex(parent.key), b"steps" if steps else b"forward", token_bytes(tokens)).hex()
+        if key in self.segments:
+            return self.segments[key]
+        rest, block_hash, covered = (*parent.remainder, *tokens), parent.block_hash, []
+        while len(rest) >= self.block:
+            block_hash = chained(block_hash, token_bytes(rest[: self.block]))
+            covered.append(block_hash)
+            rest = rest[self.block :]
+        return Segment(key, parent, parent.end, tokens, steps, block_hash, rest, tuple(covered))
+
+    def add(self, segment: Segment) -> None:
+        if self.has(segment):
+            return
+        self.segments[segment.key] = segment
+        segment.parent.children.add(segment)
+        self._ending.setdefault(segment.block_hash, []).append(segment)
+        for block_hash in segment.covered:
+            self._covering[block_hash] = self._covering.get(block_hash, 0) + 1
+
+    def remove(self, segment: Segment) -> None:
+        """Forget a segment that has no children."""
+        if segment.children:
+            raise ValueError(f"segment {segment.key} still has {len(segment.children)} children")
+        if not self.has(segment):
+            return
+        del self.segments[segment.key]
+        segment.parent.children.discard(segment)
+        ending = self._ending[segment.block_hash]
+        ending.remove(segment)
+        if not ending:
+            del self._ending[segment.block_hash]
+        for block_hash in segment.covered:
+            self._covering[block_hash] -= 1
+            if not self._covering[block_hash]:
+                del self._covering[block_hash]
+
+    def matches(self, tokens: Sequence[int], limit: int) -> tuple[list[Segment], int]:
+        """Segments whose text is a prefix of `tokens` of at most `limit` tokens, the longest first; and how many tokens
+        some kept text shares with this one, in whole blocks."""
+        tokens = tuple(tokens)
+        block_hash, hashes = self.root.block_hash, [self.root.block_hash]
+        shared = 0
+        for at in range(0, len(tokens) - self.block + 1, self.block):
+            block_hash = chained(block_hash, token_bytes(tokens[at : at + self.block]))
+            if block_hash not in self._covering:
+                break  # a segment that ends further on covers every block before
+            hashes.append(block_hash)
+            shared = at + self.block
+        found = []
+        for blocks, block_hash in reversed(list(enumerate(hashes))):
+            here = [
+                segment
+                for segment in self._ending.get(block_hash, ())
+                if 0 < segment.end <= limit and segment.remainder == tokens[blocks * self.block : segment.end]
+            ]
+            found += sorted(here, key=lambda segment: -segment.end)
+        return found, min(shared, limit)

@@ -1,0 +1,311 @@
+"""Where the parts of segments lie: memory of a device, pinned memory of the host, files.
+
+A part is named (segment key, "latents" or "state") and is a dict of tensors that nobody writes to. Every tier has a
+budget of bytes and ranks its parts by GreedyDual-Size (Cao and Irani, 1997): LRU weighted by the cost of computing a
+part again for each byte it takes. Which part may go, and where to, is decided by `PrefixCache`.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+
+logger = logging.getLogger(__name__)
+
+PartId = tuple[str, str]
+Tensors = dict[str, torch.Tensor]
+FORMAT = "kimi-k3 prefix 1"
+
+
+@dataclass
+class Entry:
+    """`cost` is what recomputing the part takes; `tensors` is None where they lie in a file."""
+
+    bytes: int
+    cost: float
+    priority: float
+    tensors: Tensors | None = None
+
+
+class Tier:
+    """Counts bytes and ranks the parts of one place."""
+
+    name = "tier"
+
+    def __init__(self, budget: int):
+        self.budget, self.used, self.clock = budget, 0, 0.0
+        self.entries: dict[PartId, Entry] = {}
+        self.written_bytes = self.read_bytes = self.evicted_bytes = 0
+
+    @staticmethod
+    def size_of(tensors: Tensors) -> int:
+        """Bytes that `put` will count."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    def __contains__(self, part: PartId) -> bool:
+        return part in self.entries
+
+    def _enter(self, part: PartId, size: int, cost: float, tensors: Tensors | None) -> Entry:
+        entry = Entry(size, cost, self.clock + cost / max(size, 1), tensors)
+        self.entries[part] = entry
+        self.used += size
+        return entry
+
+    def touch(self, part: PartId) -> None:
+        """The part was used: it ranks as if it were new."""
+        entry = self.entries.get(part)
+        if entry is not None:
+            entry.priority = self.clock + entry.cost / max(entry.bytes, 1)
+
+    def drop(self, part: PartId) -> Entry | None:
+        entry = self.entries.pop(part, None)
+        if entry is not None:
+            self.used -= entry.bytes
+        return entry
+
+    def evict(self, part: PartId) -> Entry:
+        """Drop, and let everything that stays age by what this one was worth."""
+        entry = self.drop(part)
+        self.clock = max(self.clock, entry.priority)
+        self.evicted_bytes += entry.bytes
+        return entry
+
+    def close(self) -> None:
+        """Finish what is under way."""
+
+
+class MemoryTier(Tier):
+    """Tensors on one device; with `pinned`, page-locked host memory, from which a GPU copies without a detour."""
+
+    def __init__(self, name: str, device: torch.device, budget: int, pinned: bool = False):
+        super().__init__(budget)
+        self.name, self.device, self.pinned = name, device, pinned
+
+    def put(self, part: PartId, tensors: Tensors, cost: float) -> None:
+        held = {}
+        for name, tensor in tensors.items():
+            tensor = tensor.to(self.device)
+            if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+                tensor = tensor.clone()  # a view would keep more alive than is counted
+            held[name] = tensor.pin_memory() if self.pinned and not tensor.is_pinned() else tensor
+        self._enter(part, self.size_of(held), cost, held)
+        self.written_bytes += self.entries[part].bytes
+
+    def get(self, part: PartId) -> Tensors | None:
+        entry = self.entries.get(part)
+        if entry is None:
+            return None
+        self.read_bytes += entry.bytes
+        return entry.tensors
+
+
+def checksum(key: str, kind: str, tensors: Tensors) -> str:
+    digest = hashlib.sha256(f"{key} {kind}".encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.numel():
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+class DiskTier(Tier):
+    """One safetensors file a part, in a folder that several processes may share.
+
+    A file appears under its name only when it is whole and on the disk (written aside, synced, renamed), and its
+    checksum is verified whenever it is read. Writing is done by a thread; until it is done the tensors are served from
+    memory. The names of parts whose writing failed wait in `failed`.
+    """
+
+    name = "disk"
+    suffix = ".safetensors"
+
+    def __init__(self, folder: Path, budget: int, namespace: str):
+        super().__init__(budget)
+        self.folder, self.namespace = folder / namespace, namespace
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.failed: list[PartId] = []
+        self.rejected = 0
+        self._lock = threading.RLock()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-cache-writer")
+        self._seen = None
+        self._count = 0
+        self._join()
+
+    def _join(self) -> None:
+        """Hold the folder together with others; whoever comes alone sweeps up what a killed process left."""
+        self._held = open(self.folder / "lock", "a")
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._alone = True
+        except BlockingIOError:
+            self._alone = False
+            fcntl.flock(self._held, fcntl.LOCK_SH)
+        if self._alone:
+            for file in self.folder.glob("*.writing"):
+                file.unlink(missing_ok=True)
+
+    def path(self, part: PartId) -> Path:
+        return self.folder / f"{part[0]}.{part[1]}{self.suffix}"
+
+    def scan(self) -> dict[PartId, int]:
+        """Whole files that this object does not know yet and their sizes; empty while nothing in the folder changed."""
+        now = self.folder.stat().st_mtime_ns
+        if now == self._seen:
+            return {}
+        # clocks of file systems are coarse: what changed just now may change again without showing it
+        self._seen = now if time.time_ns() - now > 10**8 else None
+        found = {}
+        with os.scandir(self.folder) as files:
+            for file in files:
+                pieces = file.name.split(".")
+                if len(pieces) == 3 and file.name.endswith(self.suffix) and pieces[1] in ("latents", "state"):
+                    part = pieces[0], pieces[1]
+                    if part not in self.entries:
+                        try:
+                            found[part] = file.stat().st_size
+                        except FileNotFoundError:  # another process has evicted it meanwhile
+                            continue
+        return found
+
+    def adopt(self, part: PartId, size: int, cost: float) -> None:
+        """Count a file that another process, or an earlier one, wrote."""
+        with self._lock:
+            if part not in self.entries:
+                self._enter(part, size, cost, None)
+
+    @staticmethod
+    def size_of(tensors: Tensors) -> int:
+        """With room for the file's header, whose exact size is known when the file is written."""
+        return Tier.size_of(tensors) + 1024 + 160 * len(tensors)
+
+    def describe(self, key: str) -> tuple[str, int, bool, list[int]] | None:
+        """(parent's key, start, steps, tokens) of a segment, without its latents; None for a file that cannot be."""
+        part = key, "latents"
+        try:
+            with safe_open(self.path(part), framework="pt") as file:
+                metadata = file.metadata()
+                self._check(metadata)
+                tokens = file.get_tensor("tokens").tolist()
+                bytes.fromhex(metadata["parent"])
+                return metadata["parent"], int(metadata["start"]), metadata["steps"] == "1", tokens
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # whatever a damaged file makes of the readers
+            self.reject(part, error)
+            return None
+
+    def _check(self, metadata: dict[str, str]) -> None:
+        if (metadata["format"], metadata["namespace"]) != (FORMAT, self.namespace):
+            raise ValueError("it belongs to another model or format")
+
+    def reject(self, part: PartId, reason) -> None:
+        """Delete a file that must never be used."""
+        logger.warning("prefix cache: %s is dropped: %s", self.path(part).name, reason)
+        self.rejected += 1
+        self.path(part).unlink(missing_ok=True)
+
+    def settle(self) -> None:
+        """After the first look at the folder: delete files that belong to no known text, if nobody else is there who
+        may know it, and let others in."""
+        if self._alone:
+            self._seen = None
+            for part in self.scan():
+                self.path(part).unlink(missing_ok=True)
+            fcntl.flock(self._held, fcntl.LOCK_SH)
+
+    def put(self, part: PartId, tensors: Tensors, cost: float, metadata: dict[str, str]) -> None:
+        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        with self._lock:
+            entry = self._enter(part, self.size_of(tensors), cost, tensors)
+        self._writer.submit(self._write, part, entry, metadata)
+
+    def _write(self, part: PartId, entry: Entry, metadata: dict[str, str]) -> None:
+        with self._lock:
+            tensors = entry.tensors
+            if self.entries.get(part) is not entry:  # dropped before its turn
+                return
+        self._count += 1
+        aside = self.folder / f"{part[0]}.{os.getpid()}-{threading.get_native_id()}-{self._count}.writing"
+        header = {"format": FORMAT, "namespace": self.namespace, "checksum": checksum(*part, tensors), **metadata}
+        try:
+            data = save(tensors, metadata=header)
+            with open(aside, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            with self._lock:
+                if self.entries.get(part) is not entry:
+                    aside.unlink(missing_ok=True)
+                    return
+                os.replace(aside, self.path(part))
+                entry.tensors = None
+                self.used += len(data) - entry.bytes
+                entry.bytes = len(data)
+                self.written_bytes += len(data)
+            self._sync_folder()
+        except (OSError, SafetensorError) as error:
+            logger.warning("prefix cache: %s could not be written and is not kept on disk: %s", aside.name, error)
+            aside.unlink(missing_ok=True)
+            with self._lock:
+                if self.entries.get(part) is entry:
+                    self.failed.append(part)
+
+    def _sync_folder(self) -> None:
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def read(self, part: PartId) -> Tensors | None:
+        """The tensors of a file, or None if it is gone, torn, changed or foreign; such a file is deleted."""
+        try:
+            data = self.path(part).read_bytes()
+        except OSError:
+            return None
+        try:
+            length = int.from_bytes(data[:8], "little")
+            metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+            tensors = load(data)
+            self._check(metadata)
+            if metadata["checksum"] != checksum(*part, tensors):
+                raise ValueError("its checksum is wrong")
+        except Exception as error:  # whatever a damaged file makes of the readers
+            self.reject(part, error)
+            return None
+        self.read_bytes += len(data)
+        return tensors
+
+    def get(self, part: PartId) -> Tensors | None:
+        with self._lock:
+            entry = self.entries.get(part)
+            if entry is None:
+                return None
+            if entry.tensors is not None:
+                return entry.tensors
+        return self.read(part)
+
+    def drop(self, part: PartId) -> Entry | None:
+        with self._lock:
+            entry = super().drop(part)
+            if entry is not None:
+                self.path(part).unlink(missing_ok=True)
+            return entry
+
+    def flush(self) -> None:
+        """Wait until everything handed over is on the disk or has failed."""
+        self._writer.submit(lambda: None).result()
+
+    def close(self) -> None:
+        self._writer.shutdown(wait=True)
+        self._held.close()

@@ -1,0 +1,443 @@
+"""The prefix cache: a hit is a cold run split at the same boundaries, to the last bit, whatever happened before."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kimi_k3 import CACHE_ARGUMENT as CACHE
+from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig, cli
+from kimi_k3.serving.prefix_cache import PrefixCache
+
+BLOCK, EVERY = 4, 12
+# 10,000 operations take minutes: KIMI_K3_EXAMPLES=200 runs them.
+EXAMPLES, STEPS = int(os.environ.get("KIMI_K3_EXAMPLES", "5")), 50
+
+
+def small_model(seed=0):
+    """KDA, MLA, KDA in float32, as small as the layers allow."""
+    torch.manual_seed(seed)
+    config = KimiK3TextConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+        linear_attn_config={"kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 2, "head_dim": 16,
+                            "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "use_full_rank_gate": True},
+        attn_res_block_size=2, num_experts=None, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None, initializer_range=0.3,
+    )  # fmt: skip
+    return KimiK3ForCausalLM(config).eval()
+
+
+MODEL = small_model()
+STATE_BYTES = 2 * (2 * 16 * 16 + 3 * 3 * 32) * 4
+TOKEN_BYTES = 24 * 4 + 8
+
+
+def row(tokens):
+    return torch.tensor([tokens])
+
+
+def tokens(length, seed=0):
+    return torch.randint(1, 32, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def cold(ids, splits, model=MODEL):
+    """Logits of all positions of a run without any cache but its own, split at the given boundaries."""
+    cache, logits, start = HybridCache(model.config), [], 0
+    for end in splits:
+        logits.append(model(row(ids[start:end]), **{CACHE: cache}).logits)
+        start = end
+    return torch.cat(logits, dim=1)
+
+
+def check(cache, ids, model=MODEL):
+    """Run through the cache; equal to the last bit to a cold run with the splits that it names, and close to one
+    without splits. Returns how many tokens were restored."""
+    got, done = cache.forward(row(ids), keep_logits=True)
+    assert done.splits[-1] == len(ids) == done.cache.get_seq_length()
+    assert done.hit == 0 or done.hit in done.splits
+    assert torch.equal(got, cold(ids, done.splits, model)[:, done.hit :])
+    torch.testing.assert_close(got, cold(ids, [len(ids)], model)[:, done.hit :], atol=1e-4, rtol=0)
+    return done.hit
+
+
+def make(**options):
+    return PrefixCache(MODEL, **{"device_bytes": 1 << 30, "block": BLOCK, "every": EVERY, **options})
+
+
+def test_a_second_turn_starts_where_the_first_ended():
+    """Faults 46, 47: one turn kept, two different follow-ups; each equals a fresh run."""
+    cache, prompt = make(), tokens(30)
+    assert check(cache, prompt) == 0
+    for seed in (1, 2):
+        assert check(cache, prompt + tokens(9, seed)) == 29
+    assert check(cache, prompt) == 29  # the last token always runs
+    assert check(cache, prompt[:20]) == 12  # a state every 12 tokens
+    assert check(cache, prompt[:20]) == 19
+
+
+def test_a_shared_prefix_is_kept_when_it_is_seen_a_second_time():
+    """No state lies where two texts part until the second one shows the place; the third starts there."""
+    cache, system = make(every=400), tokens(50)
+    assert check(cache, system + tokens(20, 1)) == 0
+    assert check(cache, system + tokens(20, 2)) == 0
+    assert check(cache, system + tokens(20, 3)) == 48  # whole blocks of 4
+
+
+@pytest.mark.parametrize("folder", ["k3_tiny_mxfp4", "k3_dense_flat", "kimi_linear_flat"])
+def test_checkpoints_of_every_family(data_dir, tmp_path, folder):
+    """Routed experts, packed ones, both gates; also through files."""
+    model = KimiK3ForCausalLM.from_pretrained(data_dir / folder, dtype=torch.float32)
+    ids = tokens(90)
+    for device_bytes in (1 << 30, 0):
+        cache = PrefixCache(model, device_bytes, folder=tmp_path, disk_bytes=1 << 30, block=16, every=32)
+        first = check(cache, ids[:70], model)
+        assert first == (0 if device_bytes else 69)
+        assert check(cache, ids, model) == (69 if device_bytes else 89)
+        cache.close()
+
+
+def test_generate_keeps_turns():
+    """Two turns through the cache give the greedy text of plain generate, and the second starts behind the first."""
+    cache, prompt = make(), row(tokens(20))
+    first = cache.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(first, MODEL.generate(prompt, max_new_tokens=12, do_sample=False))
+    follow = torch.cat([first, row(tokens(7, 5))], dim=1)
+    second = cache.generate(follow, max_new_tokens=12, do_sample=False)
+    assert torch.equal(second, MODEL.generate(follow, max_new_tokens=12, do_sample=False))
+    assert cache.stats()["hit_tokens"] == 31  # 20 + 12, without the last one, which was never fed
+    assert check(cache, follow[0].tolist()) > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup"),
+        ({CACHE: HybridCache(MODEL.config)}, CACHE),
+        ({"attention_mask": torch.tensor([[0] + [1] * 9])}, "padding"),
+    ],
+)
+def test_generate_refuses_what_one_state_cannot_do(given, said):
+    cache = make()
+    with pytest.raises(ValueError, match=said):
+        cache.generate(row(tokens(10)), max_new_tokens=2, **given)
+    assert cache.stats()["lookups"] == 0
+
+
+def test_bad_input_is_refused():
+    for options in ({"block": 0}, {"every": 6}, {"device_bytes": -1}, {"disk_bytes": 5}, {"folder": "x"}):
+        with pytest.raises(ValueError):
+            make(**options)
+    with pytest.raises(ValueError, match="one row"):
+        make().forward(torch.ones(2, 5, dtype=torch.long))
+    with pytest.raises(ValueError, match="one row"):
+        make().forward(torch.ones(1, 0, dtype=torch.long))
+
+
+def test_changed_weights_are_noticed():
+    model = small_model(3)
+    cache = PrefixCache(model, 1 << 30, block=BLOCK, every=EVERY)
+    cache.forward(row(tokens(20)))
+    with torch.no_grad():
+        model.model.norm.weight += 0.1
+    with pytest.raises(ValueError, match="weights changed"):
+        cache.forward(row(tokens(20)))
+
+
+def test_bytes_counted_are_bytes_held_and_stay_in_the_budget():
+    cache = make()
+    check(cache, tokens(30))
+    boundaries = [12, 24, 29]
+    assert cache.stats()["tiers"]["device"]["bytes"] == len(boundaries) * STATE_BYTES + 29 * TOKEN_BYTES
+    held = {id(t): t for entry in cache.tiers[0].entries.values() for t in entry.tensors.values()}
+    assert sum(t.untyped_storage().nbytes() for t in held.values()) == cache.tiers[0].used
+
+
+def test_lru_goes_by_the_cost_of_computing_again():
+    """Of two states of one size and age the one behind fewer tokens goes first."""
+    cache = make(every=400)
+    check(cache, tokens(60, 1))
+    check(cache, tokens(6, 2))
+    cache.tiers[0].budget = cache.tiers[0].used + 19 * TOKEN_BYTES
+    check(cache, tokens(20, 3))
+    assert check(cache, tokens(60, 1)) == 59
+    assert check(cache, tokens(6, 2)) == 0
+
+
+def test_a_state_is_valid_in_all_layers_or_in_none(tmp_path):
+    """A state file that lacks one layer is no state."""
+    cache = make(device_bytes=0, folder=tmp_path, disk_bytes=1 << 30)
+    check(cache, tokens(9))
+    cache.close()
+    from safetensors.torch import load_file, save_file
+
+    (state,) = Path(tmp_path).rglob("*.state.safetensors")
+    tensors = load_file(state)
+    del tensors["layers.2.recurrent_state"]
+    save_file(tensors, state, metadata={"format": "kimi-k3 prefix 1"})
+    assert check(make(device_bytes=0, folder=tmp_path, disk_bytes=1 << 30), tokens(9)) == 0
+
+
+def test_write_back_moves_less_than_write_through(tmp_path):
+    moved = {}
+    for through in (True, False):
+        cache = make(
+            device_bytes=4 * STATE_BYTES + 90 * TOKEN_BYTES, folder=tmp_path / str(through), disk_bytes=1 << 30,
+            write_through=through,
+        )  # fmt: skip
+        for turn in range(1, 6):
+            for seed in range(3):
+                check(cache, tokens(60, seed)[: 12 * turn])
+        cache.flush()
+        moved[through] = cache.stats()["tiers"]["disk"]["written_bytes"]
+    assert 0 < moved[False] < moved[True]
+
+
+def test_prefetch_brings_a_prefix_up(tmp_path):
+    cache = make(folder=tmp_path, disk_bytes=1 << 30)
+    check(cache, tokens(30))
+    cache.close()
+    cache = make(folder=tmp_path, disk_bytes=1 << 30)
+    assert cache.prefetch(row(tokens(30))).result() == 29
+    read = cache.stats()["tiers"]["disk"]["read_bytes"]
+    assert read > 0 and check(cache, tokens(30)) == 29
+    assert cache.stats()["tiers"]["disk"]["read_bytes"] == read
+
+
+def test_threads_share_it(tmp_path):
+    """Eight threads, a device tier that is too small for them: every answer is that of a cold run."""
+    cache = make(device_bytes=6 * STATE_BYTES, host_bytes=20 * STATE_BYTES, folder=tmp_path, disk_bytes=1 << 30,
+                 write_through=False)  # fmt: skip
+    failures = []
+
+    def work(seed):
+        choose = random.Random(seed)
+        try:
+            for _ in range(12):
+                check(cache, tokens(40, choose.randrange(3))[: choose.randrange(2, 40)])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+    assert cache.stats()["hits"] > 20
+    assert not any(segment.pins for segment in cache.index.segments.values()) and not cache.index.root.pins
+    cache.close()
+
+
+CHILD = """
+import resource, sys
+sys.path.insert(0, sys.argv[2])
+from test_prefix_cache import check, make, tokens
+options = {"device_bytes": 0, "folder": sys.argv[1], "disk_bytes": 1 << 30}
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))  # the disk is full for larger files
+cache = make(**options)
+for _ in range(2):
+    assert check(cache, tokens(30)) == 0
+    cache.flush()
+assert cache.stats()["segments"] == 0
+assert not [file for file in cache.disk.folder.iterdir() if file.name != "lock"]
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print("full", flush=True)
+for seed in range(10**6):
+    check(cache, tokens(40, seed))
+    if seed % 3 == 0:
+        cache.flush()
+        print(seed, flush=True)
+"""
+
+
+def test_disk_full_two_processes_and_a_kill(tmp_path):
+    """Fault 49: a process meets a full disk, then writes into a folder that this one uses at the same time, until it is
+    killed. Nothing wrong is served, and everything it had flushed is there."""
+    folder = str(tmp_path / "kept")
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", CHILD, folder, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout.readline() == "full\n"
+        ours = make(device_bytes=0, folder=folder, disk_bytes=1 << 30)
+        flushed = -1
+        deadline = time.monotonic() + 60
+        while flushed < 12 and time.monotonic() < deadline:
+            flushed = int(child.stdout.readline())
+            assert check(ours, [*tokens(40, flushed), 5]) == 39  # of the other process, or kept by both
+            check(ours, tokens(33, 7))
+        assert flushed >= 12
+        child.send_signal(signal.SIGKILL)
+    finally:
+        child.kill()
+        rest = child.stdout.read().split()
+        child.wait()
+        child.stdout.close()
+    ours.close()
+    flushed = max([flushed, *map(int, rest)])
+    again = make(device_bytes=0, folder=folder, disk_bytes=1 << 30)
+    assert not list(again.disk.folder.glob("*.writing"))
+    for seed in range(flushed + 1):
+        assert check(again, tokens(40, seed)) >= 36
+    again.close()
+
+
+def test_the_folder_on_the_command_line(tmp_path, capsys):
+    """stats counts what is there, --check finds a damaged file, clear empties it unless somebody uses it."""
+    folder = tmp_path / "kept"
+    cache = make(device_bytes=0, folder=folder, disk_bytes=1 << 30)
+    check(cache, tokens(30))
+    cache.flush()
+    size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    assert size == cache.stats()["tiers"]["disk"]["bytes"]
+    assert cli.main(["cache", "stats", str(folder)]) == 0
+    assert f"3 states and 3 segments of 29 tokens, {size:,} bytes, 0 broken" in capsys.readouterr().out
+    assert cli.main(["cache", "clear", str(folder)]) == 2
+    assert "in use" in capsys.readouterr().err
+    cache.close()
+    file = next(folder.rglob("*.state.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    assert cli.main(["cache", "stats", str(folder), "--check"]) == 0
+    assert "2 states and 3 segments" in capsys.readouterr().out
+    assert cli.main(["cache", "clear", str(folder)]) == 0
+    assert not list(folder.iterdir())
+    (folder / "letter.txt").write_text("mine")
+    for action in ("stats", "clear"):
+        assert cli.main(["cache", action, str(folder)]) == 2
+        assert "letter.txt" in capsys.readouterr().err
+    assert cli.main(["cache", "stats", str(tmp_path / "nowhere")]) == 2
+    assert (folder / "letter.txt").exists()
+
+
+class Histories(RuleBasedStateMachine):
+    """Random histories of texts that extend and branch off one another, with tiers that are too small, damaged files,
+    restarts and crashes. Every forward is compared with a cold run, bit for bit."""
+
+    @initialize(through=st.booleans(), device=st.sampled_from([0, 3, 8, 1000]), host=st.sampled_from([0, 3, 1000]))
+    def start(self, through, device, host):
+        self.folder = tempfile.mkdtemp()
+        self.options = {
+            "device_bytes": device * STATE_BYTES, "host_bytes": host * STATE_BYTES, "folder": self.folder,
+            "disk_bytes": 12 * STATE_BYTES, "write_through": through,
+        }  # fmt: skip
+        self.cache = make(**self.options)
+        self.texts = [tokens(5)]
+        self.operations = 0
+
+    @rule(length=st.integers(1, 40), seed=st.integers(0, 5))
+    def insert(self, length, seed):
+        self.texts.append(tokens(length, seed))
+        check(self.cache, self.texts[-1])
+
+    @rule(which=st.integers(0, 99), more=st.integers(1, 15), seed=st.integers(0, 2))
+    def extend(self, which, more, seed):
+        text = self.texts[which % len(self.texts)]
+        if len(text) < 80:
+            self.texts.append(text + tokens(more, seed))
+            check(self.cache, self.texts[-1])
+
+    @rule(which=st.integers(0, 99), at=st.integers(1, 80), more=st.integers(1, 9), seed=st.integers(0, 2))
+    def branch(self, which, at, more, seed):
+        self.texts.append(self.texts[which % len(self.texts)][:at] + tokens(more, seed))
+        check(self.cache, self.texts[-1])
+
+    @rule(which=st.integers(0, 99))
+    def ask_again(self, which):
+        check(self.cache, self.texts[which % len(self.texts)])
+
+    @rule(which=st.integers(0, 99), new=st.integers(1, 6))
+    def turn(self, which, new):
+        text = self.texts[which % len(self.texts)]
+        output = self.cache.generate(row(text), max_new_tokens=new, do_sample=False)
+        self.texts.append(output[0].tolist())
+        check(self.cache, self.texts[-1])
+
+    @rule(level=st.integers(0, 2), states=st.integers(0, 9))
+    def squeeze(self, level, states):
+        """Another budget, which takes effect at once."""
+        tier = self.cache.tiers[level % len(self.cache.tiers)]
+        with self.cache._lock:
+            tier.budget = states * STATE_BYTES
+            self.cache._make_room(self.cache.tiers.index(tier), 0)
+
+    @rule(seed=st.integers(0, 10**6), how=st.sampled_from(["flip", "cut", "delete", "swap"]))
+    def damage(self, seed, how):
+        self.cache.flush()
+        files = sorted(Path(self.folder).rglob("*.safetensors"))
+        if not files:
+            return
+        choose = random.Random(seed)
+        file = choose.choice(files)
+        data = bytearray(file.read_bytes())
+        if how == "flip":
+            data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+        elif how == "cut":
+            data = data[: choose.randrange(len(data))]
+        elif how == "swap":
+            data = choose.choice(files).read_bytes()
+        file.unlink() if how == "delete" else file.write_bytes(data)
+
+    @rule(crash=st.booleans())
+    def restart(self, crash):
+        """A crash leaves the folder as it is, with the write that was under way."""
+        if crash:
+            self.cache.flush()
+            (self.cache.disk.folder / "0.1-1-1.writing").write_bytes(b"half")
+            self.cache.disk._held.close()
+        else:
+            self.cache.close()
+        self.cache = make(**self.options)
+        assert not list(self.cache.disk.folder.glob("*.writing"))
+
+    @precondition(lambda self: hasattr(self, "cache"))
+    @invariant()
+    def books_are_right(self):
+        cache = self.cache
+        with cache._lock:
+            for tier in cache.tiers:
+                assert tier.used == sum(entry.bytes for entry in tier.entries.values())
+                assert tier.used <= max(tier.budget, 0) or tier.name == "disk"
+                assert all(key in cache.index.segments for key, _ in tier.entries)
+            for segment in cache.index.segments.values():
+                assert segment.pins == 0 and cache.index.has(segment.parent)
+                assert cache._held(segment, "latents")
+
+    def teardown(self):
+        if hasattr(self, "cache"):
+            self.cache.close()
+            shutil.rmtree(self.folder)
+
+
+def test_histories():
+    """Faults 48, 51: whatever was kept, evicted, damaged or lost, no state is used at another boundary than its own."""
+    run_state_machine_as_test(
+        Histories,
+        settings=settings(
+            max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],  # shrinking a history takes minutes; its seed is printed
+        ),
+    )  # fmt: skip
