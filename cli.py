@@ -8,6 +8,7 @@ read wherever the configuration and the tokenizer are enough to tell.
 import argparse
 import importlib.util
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -565,6 +566,140 @@ def run_cache(args: argparse.Namespace) -> None:
         print("no prefixes")
 
 
+# --- kimi-k3 trace, kimi-k3 replay -----------------------------------------------------------------------------------
+
+
+def byte_count(text: str) -> int:
+    """An argparse type: bytes, as a number with an optional decimal suffix k, M, G or T."""
+    powers = {"k": 3, "M": 6, "G": 9, "T": 12}
+    try:
+        size = float(text[:-1]) * 10 ** powers[text[-1]] if text[-1:] in powers else float(text)
+    except ValueError:
+        size = -1
+    if not 0 <= size < 1e18:
+        raise argparse.ArgumentTypeError(f"must be bytes such as 500M, 20G or 2T, not {text!r}")
+    return int(size)
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="JSONL to write, one session a line")
+    parser.add_argument("--sessions", type=at_least_one, default=300, metavar="N", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
+
+
+def run_trace(args: argparse.Namespace) -> None:
+    """Write sessions that have the medians of published agentic traffic."""
+    from .serving import trace
+
+    if args.file.exists():
+        raise UsageError(f"{args.file} exists: delete it or choose another name")
+    if not args.file.absolute().parent.is_dir():
+        raise UsageError(f"there is no folder {args.file.parent}")
+    sessions = trace.generate(args.sessions, args.seed)
+    trace.write(args.file, sessions)
+    print(f"medians: {trace.medians(sessions)}")
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="JSONL that kimi-k3 trace writes")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--model", type=Path, metavar="MODEL", help="run a small checkpoint through the prefix cache")
+    kind.add_argument("--simulate", type=Path, metavar="CONFIG", help="simulate a model at full size")
+    parser.add_argument(
+        "--concurrency", type=at_least_one, nargs="+", default=[1, 4, 16, 64], metavar="N", help="sessions at a time"
+    )
+    parser.add_argument("--host-bytes", type=byte_count, default=0, metavar="B", help="host memory for the cache")
+    parser.add_argument("--disk-bytes", type=byte_count, default=0, metavar="B", help="disk for the cache")
+    parser.add_argument(
+        "--write-through", action="store_true", help="copy down at once instead of when the tier above is full"
+    )
+    real = parser.add_argument_group("with --model")
+    real.add_argument("--device-bytes", type=byte_count, default=10**9, metavar="B", help="default: 1G")
+    real.add_argument("--scale", type=at_least_one, default=256, metavar="N", help="divide token counts (default: 256)")
+    real.add_argument("--turns", type=at_least_one, default=200, metavar="N", help="to play (default: %(default)s)")
+    real.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
+    simulated = parser.add_argument_group("with --simulate")
+    simulated.add_argument("--gpu", choices=("h100", "h200", "b200", "b300"), default="b300", help="default: b300")
+    simulated.add_argument("--gpus", type=at_least_one, default=8, metavar="N", help="in the node (default: 8)")
+    simulated.add_argument(
+        "--split-latents", action="store_true", help="latents split over the GPUs instead of a copy on each"
+    )
+    simulated.add_argument(
+        "--minutes", type=at_least_one, default=40, metavar="N", help="simulated, after a warm-up (default: 40)"
+    )
+    simulated.add_argument("--picture", type=Path, metavar="FILE", help="draw throughput, hit rate and waiting")
+
+
+def run_replay(args: argparse.Namespace) -> None:
+    """Play a trace for real or in a simulation, and print what the cache did at every concurrency."""
+    try:
+        from .serving import replay, trace
+    except ModuleNotFoundError as error:
+        raise UsageError(f"a replay needs {error.name}: pip install 'kimi-k3[serve]'") from error
+    if args.picture is not None:
+        if args.simulate is None:
+            raise UsageError("--picture belongs to --simulate")
+        check_picture(args.picture)
+    try:
+        sessions = trace.read(args.trace)
+        if args.simulate is None:
+            replay_model(args, trace.smaller(sessions, args.scale))
+            return
+        from .serving import cost_report
+        from .serving.cost import GPUS, Node
+
+        cost = cost_report.read_cost(args.simulate)
+        node = Node(GPUS[args.gpu], args.gpus, replicated=not args.split_latents)
+        tiers = {"GPUs": (0, 0)}
+        if args.host_bytes:
+            tiers[f"GPUs and {cost_report.scaled(args.host_bytes, 'B')} of host memory"] = (args.host_bytes, 0)
+        if args.disk_bytes:
+            tiers[f"the same and {cost_report.scaled(args.disk_bytes, 'B')} of SSD"] = (
+                args.host_bytes,
+                args.disk_bytes,
+            )
+        options = {"minutes": args.minutes, "write_through": args.write_through}
+        curves = replay.simulate(cost, node, sessions, args.concurrency, tiers, **options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print(replay.simulated_table(curves), end="")
+    if args.picture is not None:
+        title = f"{cost.name} on {args.gpus} x {args.gpu}, simulated"
+        replay.draw(curves, replay.knee(cost, node), title, args.picture)
+
+
+def replay_model(args: argparse.Namespace, sessions: list) -> None:
+    """Every concurrency with a fresh cache, on the disk in a folder that is deleted afterwards."""
+    from .serving import replay
+    from .serving.prefix_cache import PrefixCache
+
+    device = choose_device(args.device)
+    config = read_config(args.model)
+    longest = max(session.inputs()[-1] + session.turns[-1][1] for session in sessions)
+    if longest > config.max_position_embeddings:
+        raise UsageError(
+            f"divided by {args.scale} the longest session still has {longest} tokens, but the model's "
+            f"max_position_embeddings is {config.max_position_embeddings}: give a larger --scale"
+        )
+    model = load_model(args.model, device)
+    results = []
+    for concurrency in args.concurrency:
+        with tempfile.TemporaryDirectory() as folder:
+            cache = PrefixCache(
+                model,
+                args.device_bytes,
+                args.host_bytes,
+                folder if args.disk_bytes else None,
+                args.disk_bytes,
+                block=16,
+                every=512,
+                write_through=args.write_through,
+            )
+            results.append(replay.replay(cache, sessions, concurrency, args.turns))
+            cache.close()
+    print(replay.replayed_table(results), end="")
+
+
 # --- entry -----------------------------------------------------------------------------------------------------------
 
 # name: (help, declares the arguments, runs)
@@ -575,6 +710,8 @@ COMMANDS = {
     "eval": ("measure recall over the length of the context", add_eval_arguments, run_eval),
     "eval-cost": ("measure time and memory over the length of the context", add_eval_cost_arguments, run_eval_cost),
     "cost": ("count parameters, FLOPs and bytes of a configuration", add_cost_arguments, run_cost),
+    "trace": ("write sessions of agentic traffic", add_trace_arguments, run_trace),
+    "replay": ("play a trace through the prefix cache, or simulate it", add_replay_arguments, run_replay),
     "cache": ("count or delete the prefixes kept in a folder", add_cache_arguments, run_cache),
 }
 

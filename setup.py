@@ -48,6 +48,7 @@ setup(
         "plots": ["matplotlib"],
         # tests/test_gguf.py, which also needs llama.cpp's source and is skipped without it
         "gguf": ["gguf", "xllamacpp"],
+        "serve": ["simpy", "tqdm"],
         "test": [
             "datasets",
             "hypothesis",
@@ -58,6 +59,7 @@ setup(
             "pytest>=8",
             "pytest-xdist",
             "ruff",
+            "simpy",
             "tqdm",
             "triton; platform_system == 'Linux'",
             "trl",

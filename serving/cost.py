@@ -9,7 +9,9 @@ states written once); activations stay on chip in this model. The tests check ev
 
 import dataclasses
 import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..configuration_kimi_k3 import KimiK3TextConfig
 
@@ -307,6 +309,17 @@ class ModelCost:
         """The attention layers whose parameters are not counted elsewhere."""
         return () if any(isinstance(layer, Counted) for layer in self.feed_forward) else self.attention
 
+    @cached_property
+    def _distinct(self) -> list[tuple]:
+        """(attention layer, how many of it), because a model has few kinds and many layers."""
+        return list(Counter(self.attention).items())
+
+    @cached_property
+    def _matrices(self) -> int:
+        """Matrix parameters that act on a token, without the head."""
+        attention = sum(layer.matrix_parameters for layer in self.weighed_attention)
+        return attention + sum(layer.matrices for layer in self.feed_forward)
+
     def parts(self) -> dict[str, tuple[int, int, float]]:
         """Kind of layer -> (parameters, active ones, bytes). The embedding table acts by a look-up: 0 active."""
         found: dict[str, tuple] = {}
@@ -334,17 +347,20 @@ class ModelCost:
 
     def cache_bytes(self, tokens: int) -> int:
         """Keys, values, latents and states of one sequence."""
-        return sum(layer.cache_bytes(tokens) for layer in self.attention)
+        return sum(count * layer.cache_bytes(tokens) for layer, count in self._distinct)
 
     def per_token_bytes(self) -> int:
         """What one more token adds to the cache (without windows, whose part is constant once they are full)."""
-        return sum(layer.cache_bytes(1) for layer in self.attention if layer.kind == "MLA") + sum(
-            layer.cache_bytes(1) for layer in self.attention if layer.kind == "GQA" and not layer.window
-        )
+        growing = [
+            (layer, count)
+            for layer, count in self._distinct
+            if not (layer.kind == "KDA" or (layer.kind == "GQA" and layer.window))
+        ]
+        return sum(count * layer.cache_bytes(1) for layer, count in growing)
 
     def state_bytes(self) -> int:
         """The constant part: recurrent states and convolution tails."""
-        return sum(layer.cache_bytes(1) for layer in self.attention if layer.kind == "KDA")
+        return sum(count * layer.cache_bytes(1) for layer, count in self._distinct if layer.kind == "KDA")
 
     def flops(self, tokens: int, past: int = 0, heads: int | None = None) -> int:
         """2 FLOPs a token for every active matrix parameter, and the attention.
@@ -352,11 +368,9 @@ class ModelCost:
         Args:
             heads: positions that go through `lm_head`; None is the last one only, as in a prefill.
         """
-        matrices = sum(layer.matrix_parameters for layer in self.weighed_attention)
-        matrices += sum(layer.matrices for layer in self.feed_forward)
-        head = self.vocabulary * self.hidden
-        attention = sum(layer.attention_flops(tokens, past) for layer in self.attention)
-        return 2 * tokens * matrices + 2 * (1 if heads is None else heads) * head + attention
+        attention = sum(count * layer.attention_flops(tokens, past) for layer, count in self._distinct)
+        head = 2 * (1 if heads is None else heads) * self.vocabulary * self.hidden
+        return 2 * tokens * self._matrices + head + attention
 
     def read_weight_bytes(self, tokens: int) -> float:
         """Weights that a forward of so many tokens, in all rows together, reads; of the embedding only a few rows."""
@@ -460,7 +474,7 @@ class Node:
         session = cost.state_bytes() + latents * (self.gpus if self.replicated else 1)
         return max(int(left / session * session_tokens), 0)
 
-    def seconds(self, cost: ModelCost, flops: float, weight_bytes: float, latents: float, states: float) -> float:
+    def seconds(self, flops: float, weight_bytes: float, latents: float, states: float) -> float:
         """Roofline: the slower of computing and reading, at the share of the datasheet that was measured.
 
         Communication and launches are left out, so this is a lower bound.
@@ -472,14 +486,14 @@ class Node:
     def prefill_seconds(self, cost: ModelCost, tokens: int, past: int = 0) -> float:
         latents = cost.cache_bytes(tokens + past) - cost.state_bytes()
         weights = cost.read_weight_bytes(tokens)
-        return self.seconds(cost, cost.flops(tokens, past), weights, latents, 2 * cost.state_bytes())
+        return self.seconds(cost.flops(tokens, past), weights, latents, 2 * cost.state_bytes())
 
     def decode_seconds(self, cost: ModelCost, contexts: list[int]) -> float:
         """One step of a batch, a row for every context."""
         flops = sum(cost.flops(1, context) for context in contexts)
         latents = sum(layer.decode_bytes(n) for n in contexts for layer in cost.attention if layer.kind != "KDA")
         states = len(contexts) * sum(layer.decode_bytes(1) for layer in cost.attention if layer.kind == "KDA")
-        return self.seconds(cost, flops, cost.read_weight_bytes(len(contexts)), latents, states)
+        return self.seconds(flops, cost.read_weight_bytes(len(contexts)), latents, states)
 
     def kv_throughput(self, cost: ModelCost, tokens: int) -> float:
         """Cache bytes over the time to the first token: what a prefill node hands to a decode node, in bytes/s."""

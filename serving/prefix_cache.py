@@ -266,10 +266,9 @@ class PrefixCache:
             segment = self.index.make(parent, tokens, steps)
             self.index.add(segment)
             segment.pin()
-            cost = self._cost.flops(len(segment.tokens), segment.start)
             for kind, take in ((LATENTS, self._latents), (STATE, self._state)):
                 if not self._held(segment, kind):
-                    self._insert(segment, kind, take(done.cache, segment), cost)
+                    self._insert(segment, kind, take(done.cache, segment), self._flops_without(segment, kind))
             if self._held(segment, LATENTS):
                 parent.unpin()
                 done.segment = segment
@@ -434,7 +433,26 @@ class PrefixCache:
             for lost in reversed(behind):
                 self._forget(lost)
             segment = segment.parent
+        elif self.index.has(segment):  # states behind it would now be computed from further back
+            behind = list(segment.children)
+            for later in behind:
+                if not self._held(later, STATE):
+                    behind += later.children
+                    continue
+                for tier in self.tiers:
+                    tier.revalue((later.key, STATE), self._flops_without(later, STATE))
         self._prune(segment)
+
+    def _flops_without(self, segment: Segment, kind: str) -> int:
+        """What it takes to compute a part again: latents from the start of their segment, a state from the last state
+        before it that is kept."""
+        start = segment.start
+        if kind == STATE:
+            before = segment.parent
+            while before.parent is not None and not self._held(before, STATE):
+                before = before.parent
+            start = before.end
+        return self._cost.flops(segment.end - start, start)
 
     def _prune(self, segment: Segment) -> None:
         """Forget segments that nothing can start from any more, this one and those before it."""
@@ -479,7 +497,7 @@ class PrefixCache:
                 self._adopt(self.index.segments[key], STATE, size)
 
     def _adopt(self, segment: Segment, kind: str, size: int) -> None:
-        self.disk.adopt((segment.key, kind), size, self._cost.flops(len(segment.tokens), segment.start))
+        self.disk.adopt((segment.key, kind), size, self._flops_without(segment, kind))
 
 
 def numerics_fingerprint(model: torch.nn.Module) -> str:

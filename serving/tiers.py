@@ -67,6 +67,13 @@ class Tier:
         if entry is not None:
             entry.priority = self.clock + entry.cost / max(entry.bytes, 1)
 
+    def revalue(self, part: PartId, cost: float) -> None:
+        """What recomputing the part takes has changed; its age has not."""
+        entry = self.entries.get(part)
+        if entry is not None:
+            entry.priority += (cost - entry.cost) / max(entry.bytes, 1)
+            entry.cost = cost
+
     def drop(self, part: PartId) -> Entry | None:
         entry = self.entries.pop(part, None)
         if entry is not None:

@@ -1,0 +1,290 @@
+"""A node that serves sessions, as a discrete-event simulation: times from the cost model, event loop from simpy.
+
+One engine runs steps, each a chunk of one prompt and one token of every session that is answering (continuous batching
+with chunked prefill). A session keeps its cache between turns where there is room: GPU memory, then host memory, then
+SSD, the least recently used one moving down first and out at the end. A turn that finds nothing starts from the shared
+prefix, whose cache always stays. Loading from below runs beside the engine, on a link of its own for each tier.
+
+Left out: communication between GPUs, launches, and states at other boundaries than a turn's end.
+"""
+
+import random
+import statistics
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import simpy
+
+from .cost import ModelCost, Node
+from .trace import Session
+
+CHUNK = 8192  # prompt tokens of one step
+QUANTUM = 16  # decode steps simulated at once while no prompt waits
+PCIE = 64e9  # bytes/s a GPU and direction, PCIe 5 x16
+SSD = 7e9  # bytes/s of one drive, one a GPU
+
+
+@dataclass
+class Store:
+    """Host memory or SSD: whole sessions, the least recently used first."""
+
+    name: str
+    capacity: float
+    bandwidth: float
+    sessions: OrderedDict = field(default_factory=OrderedDict)
+    used: float = 0.0
+    read: float = 0.0
+    written: float = 0.0
+
+
+@dataclass
+class Turn:
+    """One request under way."""
+
+    owner: object
+    input: int
+    output: int
+    arrived: float
+    known: int = 0
+    done: int = 0
+    decoded: int = 0
+    first: float | None = None
+    finished: simpy.Event | None = None
+
+
+@dataclass
+class Result:
+    """What one run of the simulation measured after its warm-up.
+
+    `hit_rate` is restored input tokens over all input tokens; `moved` bytes written to and read from each lower tier.
+    """
+
+    concurrency: int
+    output_rate: float
+    hit_rate: float
+    first_token_median: float
+    first_token_p90: float
+    turns: int
+    moved: dict[str, tuple[float, float]]
+
+
+class Simulation:
+    """`concurrency` users play sessions of the trace one after another, each from a random turn on.
+
+    Args:
+        host_bytes, ssd_bytes: of the lower tiers; 0 leaves a tier out.
+        reserve: share of the GPU memory that activations and graphs take.
+    """
+
+    def __init__(
+        self,
+        cost: ModelCost,
+        node: Node,
+        sessions: list[Session],
+        concurrency: int,
+        host_bytes: float = 0,
+        ssd_bytes: float = 0,
+        reserve: float = 0.0,
+        write_through: bool = False,
+        seed: int = 0,
+    ):
+        self.cost, self.node, self.sessions, self.concurrency = cost, node, sessions, concurrency
+        self.write_through, self.random = write_through, random.Random(seed)
+        # asked for in every step
+        self.state_bytes, self.token_bytes = cost.state_bytes(), cost.per_token_bytes()
+        self.decode_flops = cost.flops(1, 1), cost.flops(1, 2) - cost.flops(1, 1)  # linear in the context
+        self.weight_bytes = lru_cache(None)(cost.read_weight_bytes)
+        self.capacity = node.gpus * node.gpu.memory * (1 - reserve) - cost.totals()[2]
+        longest = max(session.inputs()[-1] + session.turns[-1][1] for session in sessions)
+        if self.gpu_bytes(longest) > self.capacity:
+            raise ValueError(
+                f"the longest session of {longest:,} tokens does not fit beside the weights of {cost.name} on "
+                f"{node.gpus} GPUs: {self.gpu_bytes(longest):.3g} of {max(self.capacity, 0):.3g} bytes"
+            )
+        self.stores = [
+            Store("host", host_bytes, PCIE * node.gpus),
+            Store("ssd", ssd_bytes, SSD * node.gpus),
+        ]
+        self.stores = [store for store in self.stores if store.capacity]
+        self.env = simpy.Environment()
+        self.links = {store.name: simpy.Resource(self.env) for store in self.stores}
+        self.used = 0.0
+        self.idle: OrderedDict = OrderedDict()  # session -> tokens, on the GPUs and between two turns
+        self.waiting: list[Turn] = []
+        self.prompts: list[Turn] = []
+        self.answering: list[Turn] = []
+        self.wake = self.env.event()
+        self.finished: list[Turn] = []
+
+    def gpu_bytes(self, tokens: int) -> float:
+        """Of one session; latents lie on every GPU if the node replicates them."""
+        latents = self.cost.cache_bytes(tokens) - self.state_bytes
+        return self.state_bytes + latents * (self.node.gpus if self.node.replicated else 1)
+
+    # --- users ---------------------------------------------------------------------------------------------------
+
+    def _user(self, number: int):
+        first = True
+        while True:
+            session = self.random.choice(self.sessions)
+            start = self.random.randrange(len(session.turns)) if first else 0
+            yield self.env.timeout(self.random.uniform(0, 60) if first else 0)
+            owner, inputs = object(), session.inputs()
+            for tokens, (_, output, pause) in list(zip(inputs, session.turns, strict=True))[start:]:
+                turn = Turn(owner, tokens, output, self.env.now, finished=self.env.event(), known=session.shared)
+                self.waiting.append(turn)
+                self._nudge()
+                yield turn.finished
+                self.finished.append(turn)
+                yield self.env.timeout(pause)
+            self._forget(owner)
+            first = False
+
+    def _forget(self, owner) -> None:
+        tokens = self.idle.pop(owner, None)
+        if tokens is not None:
+            self.used -= self.gpu_bytes(tokens)
+        for store in self.stores:
+            tokens = store.sessions.pop(owner, None)
+            if tokens is not None:
+                store.used -= self.cost.cache_bytes(tokens)
+
+    # --- room ----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Start waiting turns in order, as long as the head of the queue finds room for its cache."""
+        while self.waiting:
+            turn = self.waiting[0]
+            need = self.gpu_bytes(turn.input + turn.output)
+            held = self.idle.pop(turn.owner, None)
+            if held is not None:
+                self.used -= self.gpu_bytes(held)
+            while self.used + need > self.capacity and self.idle:
+                owner, tokens = self.idle.popitem(last=False)
+                self.used -= self.gpu_bytes(tokens)
+                self._move_down(owner, tokens)
+            if self.used + need > self.capacity:
+                if held is not None:
+                    self.idle[turn.owner] = held
+                    self.idle.move_to_end(turn.owner, last=False)
+                    self.used += self.gpu_bytes(held)
+                return
+            self.used += need
+            self.waiting.pop(0)
+            if held is not None:
+                turn.known = held
+                self._prompt(turn)
+                continue
+            store = next((s for s in self.stores if turn.owner in s.sessions), None)
+            if store is None:
+                self._prompt(turn)
+            else:
+                self.env.process(self._load(turn, store))
+
+    def _load(self, turn: Turn, store: Store):
+        tokens = store.sessions[turn.owner]
+        store.sessions.move_to_end(turn.owner)
+        size = self.cost.cache_bytes(tokens)
+        store.read += size
+        with self.links[store.name].request() as link:
+            yield link
+            yield self.env.timeout(size / store.bandwidth)
+        turn.known = tokens
+        self._prompt(turn)
+
+    def _prompt(self, turn: Turn) -> None:
+        turn.done = turn.known
+        self.prompts.append(turn)
+        self._nudge()
+
+    def _move_down(self, owner, tokens: int, level: int = 0) -> None:
+        """Keep a session in the tier below; what it replaces moves on. Nothing is written where it already lies."""
+        if level == len(self.stores):
+            return
+        store, size = self.stores[level], self.cost.cache_bytes(tokens)
+        before = store.sessions.pop(owner, None)
+        old = 0 if before is None else self.cost.cache_bytes(before)
+        store.used -= old
+        if size > store.capacity:
+            self._move_down(owner, tokens, level + 1)
+            return
+        while store.used + size > store.capacity:
+            other, others = store.sessions.popitem(last=False)
+            store.used -= self.cost.cache_bytes(others)
+            self._move_down(other, others, level + 1)
+        store.sessions[owner] = tokens
+        store.used += size
+        # of latents only the new ones; the state is always new
+        store.written += size - max(old - self.state_bytes, 0) if before != tokens else 0
+
+    # --- the engine ----------------------------------------------------------------------------------------------
+
+    def _nudge(self) -> None:
+        if not self.wake.triggered:
+            self.wake.succeed()
+
+    def _engine(self):
+        while True:
+            self._admit()
+            if not self.prompts and not self.answering:
+                self.wake = self.env.event()
+                yield self.wake
+                continue
+            turn = self.prompts[0] if self.prompts else None
+            chunk = min(CHUNK, turn.input - turn.done) if turn else 0
+            steps = 1 if turn else min(QUANTUM, *(t.output - t.decoded for t in self.answering))
+            yield self.env.timeout(steps * self._step_seconds(turn, chunk))
+            for other in self.answering:
+                other.decoded += steps
+            if turn:
+                turn.done += chunk
+                if turn.done >= turn.input:  # its last position gives the first token
+                    self.prompts.pop(0)
+                    turn.first, turn.decoded = self.env.now, 1
+                    self.answering.append(turn)
+            for other in [t for t in self.answering if t.decoded >= t.output]:
+                self.answering.remove(other)
+                tokens = other.input + other.output
+                self.idle[other.owner] = tokens
+                if self.write_through:
+                    self._move_down(other.owner, tokens)
+                other.finished.succeed()
+
+    def _step_seconds(self, turn: Turn | None, chunk: int) -> float:
+        batch = len(self.answering)
+        flops = latents = 0.0
+        if batch:
+            contexts = sum(t.input + t.decoded for t in self.answering)
+            first, slope = self.decode_flops
+            flops += batch * first + slope * (contexts - batch)
+            latents += self.token_bytes * contexts
+        if chunk:
+            flops += self.cost.flops(chunk, turn.done)
+            latents += self.token_bytes * (turn.done + chunk)
+        states = 2 * self.state_bytes * (batch + bool(chunk))
+        return self.node.seconds(flops, self.weight_bytes(batch + chunk), latents, states)
+
+    def run(self, warm_up: float, seconds: float) -> Result:
+        """Simulate `warm_up` + `seconds` and measure the latter."""
+        for number in range(self.concurrency):
+            self.env.process(self._user(number))
+        self.env.process(self._engine())
+        self.env.run(until=warm_up)
+        before = {store.name: (store.written, store.read) for store in self.stores}
+        self.finished.clear()
+        self.env.run(until=warm_up + seconds)
+        done = self.finished
+        waits = sorted(turn.first - turn.arrived for turn in done)
+        return Result(
+            concurrency=self.concurrency,
+            output_rate=sum(turn.output for turn in done) / seconds,
+            hit_rate=sum(min(turn.known, turn.input) for turn in done) / max(sum(turn.input for turn in done), 1),
+            first_token_median=statistics.median(waits) if waits else float("inf"),
+            first_token_p90=waits[int(0.9 * (len(waits) - 1))] if waits else float("inf"),
+            turns=len(done),
+            moved={
+                store.name: (store.written - before[store.name][0], store.read - before[store.name][1])
+                for store in self.stores
+            },
+        )

@@ -1,0 +1,158 @@
+"""Traces, their replay on a small model, and the simulation against arithmetic that it cannot see."""
+
+import json
+
+import pytest
+import torch
+
+from kimi_k3 import KimiK3ForCausalLM, cli
+from kimi_k3.serving import cost, replay, trace
+from kimi_k3.serving.cost_report import read_cost
+from kimi_k3.serving.prefix_cache import PrefixCache
+from kimi_k3.serving.simulation import Simulation
+
+
+@pytest.fixture(scope="module")
+def sessions():
+    return trace.generate(100, seed=1)
+
+
+@pytest.fixture(scope="module")
+def k3(data_dir):
+    return read_cost(data_dir / "config_kimi_k3.json")
+
+
+def session(name, turns, shared=0):
+    return trace.Session(name, shared, tuple(turns))
+
+
+def test_the_generator_has_the_published_medians(sessions):
+    found = trace.medians(sessions)
+    assert found["input"] == pytest.approx(142_000, rel=0.01)
+    assert found["output"] == pytest.approx(444, rel=0.01)
+    assert found["turns"] == pytest.approx(65, abs=1)
+    assert trace.generate(100, seed=1) == sessions != trace.generate(100, seed=2)
+    assert max(s.inputs()[-1] for s in sessions) <= trace.LONGEST
+
+
+def test_files(sessions, tmp_path):
+    """What is written is read back; what is no session is refused with its line."""
+    path = tmp_path / "trace.jsonl"
+    trace.write(path, sessions)
+    assert trace.read(path) == sessions
+    good = json.dumps({"session": "a", "shared": 2, "turns": [[5, 1, 0]]})
+    bad = ["", "{", "[]", '{"session": 1}', good.replace("[5, 1, 0]", "[0, 1, 0]"), good.replace("[5, 1, 0]", "[5, 1]")]
+    bad += [good.replace("2,", "6,"), good.replace("[[5, 1, 0]]", "[]"), good.replace("5,", "5.5,")]
+    for line in bad:
+        path.write_text(good + "\n" + line + "\n")
+        with pytest.raises(ValueError, match="line 2"):
+            trace.read(path)
+    path.write_text("")
+    with pytest.raises(ValueError, match="no session"):
+        trace.read(path)
+
+
+def test_inputs_and_smaller_sessions():
+    whole = session("a", [(100, 10, 1.0), (50, 20, 0.0)], shared=40)
+    assert whole.inputs() == [100, 160]
+    assert trace.smaller([whole], 10) == [session("a", [(10, 1, 1.0), (5, 2, 0.0)], shared=4)]
+
+
+def test_one_user_alone_waits_as_long_as_the_cost_model_says(k3):
+    """First turn: the prompt in chunks. Second: only what is new, behind a cache that stayed."""
+    node = cost.Node(cost.GPUS["b300"], 8)
+    simulation = Simulation(k3, node, [session("a", [(8192 * 2, 2, 10.0), (100, 2, 1e9)])], 1)
+    simulation.random.randrange = lambda count: 0
+    simulation.run(0.001, 200)
+    first, second = simulation.finished
+    expected = sum(node.prefill_seconds(k3, 8192, past) for past in (0, 8192))
+    assert first.first - first.arrived == pytest.approx(expected, rel=1e-3)
+    assert second.known == 8192 * 2 + 2
+    assert second.first - second.arrived == pytest.approx(node.prefill_seconds(k3, 98, 8192 * 2 + 2), rel=1e-2)
+
+
+@pytest.mark.parametrize("host", [0, 1e12])
+def test_the_knee_is_where_the_gpu_budget_ends(k3, host):
+    """Equal sessions: as many as fit keep their caches; with a few more everything is computed again, or loaded."""
+    node = cost.Node(cost.GPUS["b300"], 8)
+    turns = [(142_000, 50, 5.0)] + [(50, 50, 5.0)] * 150
+    same = [session("a", turns)]
+    fit = int(node.cache_capacity(k3, 150_000) / 150_000)
+    below, above = (Simulation(k3, node, same, count, host).run(400, 150) for count in (fit - 3, fit + 8))
+    assert below.hit_rate > 0.98
+    if host:
+        assert above.hit_rate > 0.98 and above.output_rate > 0.9 * below.output_rate
+        assert above.moved["host"][1] > below.moved["host"][1]
+    else:
+        assert above.hit_rate < 0.5 and above.output_rate < 0.5 * below.output_rate
+
+
+def test_a_simulation_that_cannot_start_says_why(k3, sessions):
+    with pytest.raises(ValueError, match="does not fit"):
+        Simulation(k3, cost.Node(cost.GPUS["h100"], 8), sessions, 1)
+
+
+def test_replay_runs_the_trace_through_the_real_cache(data_dir, tmp_path):
+    """Hit rate as arithmetic has it when everything fits, less when it does not; write-back moves fewer bytes."""
+    model = KimiK3ForCausalLM.from_pretrained(data_dir / "k3_dense_flat", dtype=torch.float32)
+    played = [session(f"s{i}", [(20, 3, 0.0)] + [(8, 3, 0.0)] * 4, shared=8) for i in range(4)]
+    inputs = sum(sum(s.inputs()) for s in played)
+    # every later turn finds all but the last token of the one before; sessions share 8 tokens once that was seen twice
+    known = sum(sum(s.inputs()[:-1]) + 4 * 2 for s in played)
+    moved = {}
+    for through in (True, False):
+        options = {"block": 4, "every": 400, "disk_bytes": 1 << 30, "write_through": through}
+        cache = PrefixCache(model, 1 << 30, folder=tmp_path / f"{through}", **options)
+        result = replay.replay(cache, played, 2, 100)
+        cache.close()
+        assert result.turns == 20
+        assert known / inputs <= result.hit_rate <= (known + 2 * 8 + 8) / inputs
+        small = PrefixCache(model, cache.stats()["tiers"]["device"]["bytes"] // 3, folder=tmp_path / f"{through} small",
+                            **options)  # fmt: skip
+        moved[through] = replay.replay(small, played, 4, 100)
+        small.close()
+    assert 0 < moved[False].written["disk"] < moved[True].written["disk"]
+    tight = PrefixCache(model, 1 << 17, block=4, every=400)
+    assert replay.replay(tight, played, 4, 100).hit_rate < 0.5
+    tight.close()
+
+
+def test_commands(data_dir, tmp_path, capsys):
+    """trace, replay --simulate with a picture, replay --model; refusals are sentences."""
+    path, config = tmp_path / "trace.jsonl", str(data_dir / "config_kimi_k3.json")
+    assert cli.main(["trace", str(path), "--sessions", "20"]) == 0
+    assert cli.main(["trace", str(path)]) == 2
+    assert "exists" in capsys.readouterr().err
+    trace.write(path, [session(f"s{i}", [(20000, 50, 1.0)] * 3, shared=100) for i in range(4)])
+    picture = tmp_path / "knee.png"
+    command = [
+        "replay",
+        str(path),
+        "--simulate",
+        config,
+        "--concurrency",
+        "2",
+        "--minutes",
+        "1",
+        "--host-bytes",
+        "1T",
+        "--disk-bytes",
+        "2T",
+    ]
+    assert cli.main([*command, "--picture", str(picture)]) == 0
+    assert capsys.readouterr().out.count("| 2 |") == 3 and picture.read_bytes().startswith(b"\x89PNG")
+    model = str(data_dir / "k3_dense_flat")
+    small = ["replay", str(path), "--model", model, "--turns", "5", "--concurrency", "2"]
+    assert cli.main([*small, "--scale", "1000", "--disk-bytes", "1G"]) == 0
+    assert "| 2 | 5 |" in capsys.readouterr().out
+    for arguments, said in (
+        ([*small, "--scale", "1"], "larger --scale"),
+        ([*small, "--picture", "a.png"], "belongs to --simulate"),
+        (["replay", str(tmp_path / "none"), "--model", model], "cannot be read"),
+        (["replay", str(path), "--simulate", str(tmp_path / "none")], "no configuration"),
+        ([*command, "--gpus", "1"], "does not fit"),
+    ):
+        assert cli.main(arguments) == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*small, "--device-bytes", "lots"])
