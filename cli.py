@@ -700,6 +700,57 @@ def replay_model(args: argparse.Namespace, sessions: list) -> None:
     print(replay.replayed_table(results), end="")
 
 
+# --- kimi-k3 serve ---------------------------------------------------------------------------------------------------
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the checkpoint")
+    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=number(int, lambda n: 0 <= n < 65536, "must be a port"), default=8000, metavar="P"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: that of the checkpoint"
+    )
+    kept = parser.add_argument_group("prefix cache")
+    kept.add_argument("--device-bytes", type=byte_count, default=10**9, metavar="B", help="default: 1G")
+    kept.add_argument("--host-bytes", type=byte_count, default=0, metavar="B", help="host memory (default: none)")
+    kept.add_argument("--folder", type=Path, metavar="DIR", help="keep prefixes on the disk too, across restarts")
+    kept.add_argument("--disk-bytes", type=byte_count, default=10**10, metavar="B", help="with --folder (default: 10G)")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-prompt-tokens", type=at_least_one, metavar="N", help="default: what the model reads")
+    limits.add_argument("--max-new-tokens", type=at_least_one, default=4096, metavar="N", help="default: %(default)s")
+    limits.add_argument("--max-seconds", type=at_least_one, default=300, metavar="N", help="a request may take")
+    limits.add_argument("--max-waiting", type=at_least_one, default=256, metavar="N", help="requests that may wait")
+
+
+def run_serve(args: argparse.Namespace) -> None:
+    """Serve completions until a signal; what is under way is finished and kept prefixes are written."""
+    try:
+        import uvicorn
+
+        from .serving import server
+        from .serving.prefix_cache import PrefixCache
+    except ModuleNotFoundError as error:
+        raise UsageError(f"serving needs {error.name}: pip install 'kimi-k3[serve]'") from error
+    device = choose_device(args.device)
+    config = read_config(args.model)
+    tokenizer = load_tokenizer(args.model)
+    model = load_model(args.model, device, args.dtype)
+    cache = PrefixCache(model, args.device_bytes, args.host_bytes, args.folder, args.disk_bytes if args.folder else 0)
+    limits = server.Limits(
+        args.max_prompt_tokens or config.max_position_embeddings,
+        args.max_new_tokens,
+        args.max_seconds,
+        args.max_waiting,
+    )
+    app = server.build_app(cache, tokenizer, args.model.resolve().name, limits)
+    uvicorn.run(
+        app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=int(limits.stop_seconds)
+    )
+
+
 # --- entry -----------------------------------------------------------------------------------------------------------
 
 # name: (help, declares the arguments, runs)
@@ -712,6 +763,7 @@ COMMANDS = {
     "cost": ("count parameters, FLOPs and bytes of a configuration", add_cost_arguments, run_cost),
     "trace": ("write sessions of agentic traffic", add_trace_arguments, run_trace),
     "replay": ("play a trace through the prefix cache, or simulate it", add_replay_arguments, run_replay),
+    "serve": ("answer completions over HTTP", add_serve_arguments, run_serve),
     "cache": ("count or delete the prefixes kept in a folder", add_cache_arguments, run_cache),
 }
 

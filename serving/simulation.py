@@ -180,11 +180,11 @@ class Simulation:
             if store is None:
                 self._prompt(turn)
             else:
-                self.env.process(self._load(turn, store))
+                store.sessions.move_to_end(turn.owner)
+                self.env.process(self._load(turn, store, store.sessions[turn.owner]))
 
-    def _load(self, turn: Turn, store: Store):
-        tokens = store.sessions[turn.owner]
-        store.sessions.move_to_end(turn.owner)
+    def _load(self, turn: Turn, store: Store, tokens: int):
+        """The copy that was there when the turn was admitted, even if it moves further down meanwhile."""
         size = self.cost.cache_bytes(tokens)
         store.read += size
         with self.links[store.name].request() as link:

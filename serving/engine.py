@@ -1,0 +1,170 @@
+"""One thread that generates, a queue before it: requests run one after another through the prefix cache."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from transformers import StoppingCriteria, TextStreamer
+
+from .prefix_cache import PrefixCache
+
+
+class EngineFull(Exception):
+    """No more requests are taken: too many wait, or the server is going down."""
+
+
+@dataclass
+class Job:
+    """One request.
+
+    Attributes:
+        emit: takes each new piece of text; called in the engine's thread.
+        done: called there once, at the end; `finish` or `error` is set then.
+        deadline: `time.monotonic()` after which it ends with an error.
+        cancelled: nobody listens any more.
+        finish: "stop" (end token or stop text) or "length".
+        cached: prompt tokens that the prefix cache had.
+    """
+
+    ids: list[int]
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int | None
+    stop: list[str]
+    deadline: float
+    emit: Callable[[str], None]
+    done: Callable[[], None]
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    started: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    tokens: int = 0
+    cached: int = 0
+    finish: str | None = None
+    error: Exception | None = None
+
+
+class _Text(TextStreamer):
+    """Text of the new tokens, up to the first stop text; what may be the beginning of one is held back."""
+
+    def __init__(self, tokenizer, job: Job):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.job, self.held, self.stopped = job, "", False
+        self.longest = max(map(len, job.stop), default=1)
+
+    def put(self, value):
+        if not self.next_tokens_are_prompt:
+            self.job.tokens += value.numel()
+            if self.job.first is None:
+                self.job.first = time.monotonic()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False):
+        if self.stopped:
+            return
+        self.held += text
+        places = [place for place in map(self.held.find, self.job.stop) if place >= 0]
+        if places:
+            self.stopped, text, self.held = True, self.held[: min(places)], ""
+        else:
+            keep = 0 if stream_end else self.longest - 1
+            text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        if text:
+            self.job.emit(text)
+
+
+class _Interrupted(StoppingCriteria):
+    def __init__(self, job: Job, text: _Text, closing: threading.Event):
+        self.job, self.text, self.closing = job, text, closing
+
+    def __call__(self, input_ids, scores, **kwargs):
+        over = self.job.cancelled.is_set() or self.text.stopped or self.closing.is_set()
+        over = over or time.monotonic() > self.job.deadline
+        return torch.full((input_ids.shape[0],), over, dtype=torch.bool, device=input_ids.device)
+
+
+class Engine:
+    """Runs jobs in the order in which they came.
+
+    Args:
+        max_waiting: jobs that may wait; one more raises `EngineFull`.
+    """
+
+    def __init__(self, cache: PrefixCache, tokenizer, max_waiting: int):
+        self.cache, self.tokenizer = cache, tokenizer
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._max_waiting = max_waiting
+        self._stopping, self._aborting = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        if self._stopping.is_set():
+            raise EngineFull("the server is shutting down")
+        if self._jobs.qsize() >= self._max_waiting:
+            raise EngineFull(f"{self._max_waiting} requests are waiting already: try again later")
+        self._jobs.put(job)
+
+    @property
+    def waiting(self) -> int:
+        return self._jobs.qsize()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self, seconds: float) -> None:
+        """Take nothing new, finish what is there within so many seconds, break off the rest, write the prefixes."""
+        self._stopping.set()
+        self._jobs.put(None)
+        self._thread.join(seconds)
+        self._aborting.set()
+        self._thread.join()
+        self.cache.close()
+
+    def _work(self):
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self._aborting.is_set():
+                    raise EngineFull("the server is shutting down")
+                if time.monotonic() > job.deadline:
+                    raise TimeoutError
+                if not job.cancelled.is_set():
+                    self._run(job)
+            except Exception as error:  # one request must not end the thread that serves the others
+                job.error = error
+            finally:
+                job.done()
+
+    def _run(self, job: Job) -> None:
+        text = _Text(self.tokenizer, job)
+        if job.seed is not None:
+            torch.manual_seed(job.seed)
+        # top_k=0 switches off the cut at 50 that generation defaults carry
+        sampling = {"temperature": job.temperature, "top_p": job.top_p, "top_k": 0} if job.temperature > 0 else {}
+        before = self.cache.stats()["hit_tokens"]
+        output = self.cache.generate(
+            torch.tensor([job.ids], device=self.cache.model.device),
+            max_new_tokens=job.max_tokens,
+            do_sample=job.temperature > 0,
+            streamer=text,
+            stopping_criteria=[_Interrupted(job, text, self._aborting)],
+            **sampling,
+        )
+        job.cached = self.cache.stats()["hit_tokens"] - before
+        ended = self._end_tokens()
+        if text.stopped or int(output[0, -1]) in ended:
+            job.finish = "stop"
+        elif job.tokens >= job.max_tokens:
+            job.finish = "length"
+        elif self._aborting.is_set():
+            raise EngineFull("the server is shutting down")
+        elif not job.cancelled.is_set():
+            raise TimeoutError
+
+    def _end_tokens(self) -> set[int]:
+        end = self.cache.model.generation_config.eos_token_id
+        return set() if end is None else {end} if isinstance(end, int) else set(end)

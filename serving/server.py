@@ -1,0 +1,288 @@
+"""OpenAI-style completions over HTTP, for evaluation and development: `kimi-k3 serve MODEL`.
+
+POST /v1/completions (with `stream` too), GET /v1/models, /health and /metrics (Prometheus). Every request starts from
+the longest kept prefix of its prompt. What cannot work is answered with a 4xx and a sentence in OpenAI's error shape.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from .engine import Engine, EngineFull, Job
+from .prefix_cache import PrefixCache
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Tokens of a prompt and of an answer, seconds of a request (waiting included), waiting requests, bytes of a body,
+    and the seconds that a stop leaves to what is under way."""
+
+    prompt_tokens: int
+    new_tokens: int
+    seconds: float = 300
+    waiting: int = 256
+    body_bytes: int = 32 << 20
+    stop_seconds: float = 30
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+
+
+class CompletionRequest(BaseModel):
+    """The fields of OpenAI's completions that are implemented; any other one is refused by name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str
+    prompt: str | list[int]
+    max_tokens: Annotated[int, Field(ge=1)] = 16
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    n: Literal[1] = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+
+def refusal(status: int, message: str) -> JSONResponse:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+
+
+class SmallBody:
+    """Refuses a request whose body is larger than the limit, before all of it is read."""
+
+    def __init__(self, app, limit: int):
+        self.app, self.limit = app, limit
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+            if len(body) > self.limit:
+                said = refusal(413, f"the request has more than {self.limit:,} bytes")
+                return await said(scope, receive, send)
+        given = False
+
+        async def whole():
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, whole, send)
+
+
+class Metrics:
+    """Prometheus counters of one server."""
+
+    def __init__(self, engine: Engine):
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("kimi_k3_requests", "requests by outcome", ["outcome"], registry=registry)
+        self.prompt = Counter("kimi_k3_prompt_tokens", "tokens of prompts", registry=registry)
+        self.cached = Counter("kimi_k3_cached_tokens", "of those, found in the prefix cache", registry=registry)
+        self.new = Counter("kimi_k3_generated_tokens", "new tokens", registry=registry)
+        self.first = Histogram("kimi_k3_first_token_seconds", "from arrival to the first token", registry=registry)
+        waiting = Gauge("kimi_k3_waiting_requests", "requests in the queue", registry=registry)
+        waiting.set_function(lambda: engine.waiting)
+        held = Gauge("kimi_k3_prefix_cache_bytes", "bytes of kept prefixes", ["tier"], registry=registry)
+        for tier in engine.cache.tiers:
+            held.labels(tier.name).set_function(lambda tier=tier: tier.used)
+
+    def count(self, job: Job, outcome: str) -> None:
+        self.requests.labels(outcome).inc()
+        self.prompt.inc(len(job.ids))
+        self.cached.inc(job.cached)
+        self.new.inc(job.tokens)
+        if job.first is not None:
+            self.first.observe(job.first - job.started)
+
+
+def build_app(cache: PrefixCache, tokenizer, name: str, limits: Limits) -> FastAPI:
+    """The application; its shutdown finishes what is under way and closes the cache."""
+    engine = Engine(cache, tokenizer, limits.waiting)
+    metrics = Metrics(engine)
+    created = int(time.time())
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app):
+        yield
+        await asyncio.to_thread(engine.stop, limits.stop_seconds)
+
+    app = FastAPI(title="kimi-k3", lifespan=lifespan)
+    app.add_middleware(SmallBody, limit=limits.body_bytes)
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_request(request, error):
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"] if part != "body")
+        if first["type"] == "json_invalid":
+            return refusal(400, "the body is not JSON")
+        if first["type"] == "extra_forbidden":
+            return refusal(400, f"{field} is not supported here")
+        return refusal(400, f"{field or 'the body'}: {first['msg']}")
+
+    @app.exception_handler(HTTPException)
+    async def wrong_place(request, error):
+        return refusal(error.status_code, str(error.detail))
+
+    @app.get("/health")
+    async def health():
+        return {"status": "ok"} if engine.alive else refusal(503, "the engine has stopped")
+
+    @app.get("/v1/models")
+    async def models():
+        return {"object": "list", "data": [{"id": name, "object": "model", "created": created, "owned_by": "local"}]}
+
+    @app.get("/metrics")
+    async def show_metrics():
+        return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
+
+    @app.post("/v1/completions")
+    async def completions(asked: CompletionRequest, request: Request):
+        ids, said = _prompt_ids(asked, tokenizer, cache, name, limits)
+        if said is not None:
+            return said
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
+
+        def tell(piece):  # in the engine's thread; a loop that is closed has no listener left
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        job = Job(
+            ids, asked.max_tokens, asked.temperature, asked.top_p, asked.seed,
+            [asked.stop] if isinstance(asked.stop, str) else [text for text in asked.stop or [] if text],
+            time.monotonic() + limits.seconds, tell, lambda: tell(None),
+        )  # fmt: skip
+        try:
+            engine.submit(job)
+        except EngineFull as error:
+            return refusal(429, str(error))
+        answer = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": name,
+        }
+        if asked.stream:
+            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+            events = _events(job, pieces, answer, with_usage, limits, metrics)
+            return StreamingResponse(events, media_type="text/event-stream")
+        text = await _whole_text(job, pieces, request)
+        if text is None:
+            metrics.count(job, "cancelled")
+            return Response(status_code=499)
+        status, message = _failure(job, limits)
+        metrics.count(job, "failed" if message else "finished")
+        if message:
+            return refusal(status, message)
+        return {**answer, "choices": [_choice(text, job.finish)], "usage": _usage(job)}
+
+    return app
+
+
+def _prompt_ids(asked, tokenizer, cache, name, limits):
+    """(token ids, None), or (None, the refusal)."""
+    if asked.model != name:
+        return None, refusal(404, f"there is no model {asked.model!r} here, only {name!r}")
+    ids = asked.prompt if isinstance(asked.prompt, list) else tokenizer(asked.prompt, verbose=False).input_ids
+    vocabulary = cache.model.config.get_text_config(decoder=True).vocab_size
+    if not ids:
+        return None, refusal(400, "the prompt is empty")
+    if not all(0 <= token < vocabulary for token in ids):
+        return None, refusal(400, f"prompt: token ids are numbers from 0 to {vocabulary - 1}")
+    if len(ids) > limits.prompt_tokens:
+        return None, refusal(400, f"the prompt has {len(ids):,} tokens, and {limits.prompt_tokens:,} are allowed")
+    if asked.max_tokens > limits.new_tokens:
+        return None, refusal(400, f"max_tokens is {asked.max_tokens:,}, and {limits.new_tokens:,} are allowed")
+    longest = cache.model.config.get_text_config(decoder=True).max_position_embeddings
+    if len(ids) + asked.max_tokens > longest:
+        counted = f"{len(ids):,} tokens of the prompt and {asked.max_tokens:,} new ones"
+        return None, refusal(400, f"{counted} are more than the {longest:,} that the model reads")
+    return ids, None
+
+
+def _choice(text: str, finish: str | None) -> dict:
+    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
+
+
+def _usage(job: Job) -> dict:
+    return {
+        "prompt_tokens": len(job.ids),
+        "completion_tokens": job.tokens,
+        "total_tokens": len(job.ids) + job.tokens,
+        "prompt_tokens_details": {"cached_tokens": job.cached},
+    }
+
+
+def _failure(job: Job, limits: Limits) -> tuple[int, str | None]:
+    if isinstance(job.error, TimeoutError):
+        return 504, f"the request took longer than {limits.seconds:g} seconds"
+    if isinstance(job.error, EngineFull):
+        return 503, str(job.error)
+    if job.error is not None:
+        return 500, f"generation failed: {job.error}"
+    return 200, None
+
+
+async def _whole_text(job: Job, pieces: asyncio.Queue, request: Request) -> str | None:
+    """All of the answer; None, and the job is broken off, when the client goes away."""
+    found = []
+    while True:
+        try:
+            piece = await asyncio.wait_for(pieces.get(), 0.5)
+        except TimeoutError:
+            if await request.is_disconnected():
+                job.cancelled.set()
+                return None
+            continue
+        except asyncio.CancelledError:
+            job.cancelled.set()
+            raise
+        if piece is None:
+            return "".join(found)
+        found.append(piece)
+
+
+async def _events(job: Job, pieces: asyncio.Queue, answer: dict, with_usage: bool, limits: Limits, metrics: Metrics):
+    """Server-sent events; a client that goes away ends the generator, and with it the job."""
+    outcome = "cancelled"
+    try:
+        while (piece := await pieces.get()) is not None:
+            yield _event({**answer, "choices": [_choice(piece, None)]})
+        _, message = _failure(job, limits)
+        outcome = "failed" if message else "finished"
+        if message:
+            yield _event({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
+        else:
+            yield _event({**answer, "choices": [_choice("", job.finish)]})
+            if with_usage:
+                yield _event({**answer, "choices": [], "usage": _usage(job)})
+        yield "data: [DONE]\n\n"
+    finally:
+        job.cancelled.set()
+        metrics.count(job, outcome)
+
+
+def _event(data: dict) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
