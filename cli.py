@@ -622,7 +622,9 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     simulated.add_argument("--gpu", choices=("h100", "h200", "b200", "b300"), default="b300", help="default: b300")
     simulated.add_argument("--gpus", type=at_least_one, default=8, metavar="N", help="in the node (default: 8)")
     simulated.add_argument(
-        "--split-latents", action="store_true", help="latents split over the GPUs instead of a copy on each"
+        "--by-sequences",
+        action="store_true",
+        help="each GPU holds its own sequences, instead of its heads and a copy of all latents",
     )
     simulated.add_argument(
         "--minutes", type=at_least_one, default=40, metavar="N", help="simulated, after a warm-up (default: 40)"
@@ -649,7 +651,7 @@ def run_replay(args: argparse.Namespace) -> None:
         from .serving.cost import GPUS, Node
 
         cost = cost_report.read_cost(args.simulate)
-        node = Node(GPUS[args.gpu], args.gpus, replicated=not args.split_latents)
+        node = Node(GPUS[args.gpu], args.gpus, by_heads=not args.by_sequences)
         tiers = {"GPUs": (0, 0)}
         if args.host_bytes:
             tiers[f"GPUs and {cost_report.scaled(args.host_bytes, 'B')} of host memory"] = (args.host_bytes, 0)
@@ -738,7 +740,12 @@ def run_serve(args: argparse.Namespace) -> None:
     config = read_config(args.model)
     tokenizer = load_tokenizer(args.model)
     model = load_model(args.model, device, args.dtype)
-    cache = PrefixCache(model, args.device_bytes, args.host_bytes, args.folder, args.disk_bytes if args.folder else 0)
+    try:
+        cache = PrefixCache(
+            model, args.device_bytes, args.host_bytes, args.folder, args.disk_bytes if args.folder else 0
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the prefix cache cannot be made: {error}") from error
     limits = server.Limits(
         args.max_prompt_tokens or config.max_position_embeddings,
         args.max_new_tokens,

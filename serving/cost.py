@@ -75,6 +75,10 @@ class KDA:
         head = 7 * size**2 if tokens == 1 else 6 * size**2 + 6 * CHUNK * size
         return tokens * (self.heads * head + convolution)
 
+    def copies(self, gpus: int) -> int:
+        """Heads are split, and every state with them."""
+        return 1
+
     def decode_bytes(self, context: int) -> int:
         """8 D^2 a head: the float32 state is read and written once."""
         return 8 * self.heads * self.head_dim**2
@@ -137,6 +141,10 @@ class MLA:
         expanded = self.expanded_flops(pairs, tokens, tokens + past)
         return min(expanded, self.absorbed_flops(pairs, tokens)) if past else expanded
 
+    def copies(self, gpus: int) -> int:
+        """All heads read the one latent, so heads that are split over GPUs leave a copy of it on each."""
+        return gpus
+
     def decode_bytes(self, context: int) -> int:
         """Absorbed: every latent is read once for all heads."""
         return self.cache_bytes(context)
@@ -167,6 +175,10 @@ class GQA:
             beyond = [max(n - window, 0) for n in (tokens + past, past)]
             pairs -= beyond[0] * (beyond[0] + 1) // 2 - beyond[1] * (beyond[1] + 1) // 2
         return 4 * self.heads * self.head_dim * pairs
+
+    def copies(self, gpus: int) -> int:
+        """Key heads are split; where there are fewer than GPUs, several GPUs hold the same one."""
+        return -(-gpus // self.kv_heads)
 
     def decode_bytes(self, context: int) -> int:
         """Every key and value is read once."""
@@ -310,7 +322,7 @@ class ModelCost:
         return () if any(isinstance(layer, Counted) for layer in self.feed_forward) else self.attention
 
     @cached_property
-    def _distinct(self) -> list[tuple]:
+    def distinct_attention(self) -> list[tuple]:
         """(attention layer, how many of it), because a model has few kinds and many layers."""
         return list(Counter(self.attention).items())
 
@@ -347,20 +359,20 @@ class ModelCost:
 
     def cache_bytes(self, tokens: int) -> int:
         """Keys, values, latents and states of one sequence."""
-        return sum(count * layer.cache_bytes(tokens) for layer, count in self._distinct)
+        return sum(count * layer.cache_bytes(tokens) for layer, count in self.distinct_attention)
 
     def per_token_bytes(self) -> int:
         """What one more token adds to the cache (without windows, whose part is constant once they are full)."""
         growing = [
             (layer, count)
-            for layer, count in self._distinct
+            for layer, count in self.distinct_attention
             if not (layer.kind == "KDA" or (layer.kind == "GQA" and layer.window))
         ]
         return sum(count * layer.cache_bytes(1) for layer, count in growing)
 
     def state_bytes(self) -> int:
         """The constant part: recurrent states and convolution tails."""
-        return sum(count * layer.cache_bytes(1) for layer, count in self._distinct if layer.kind == "KDA")
+        return sum(count * layer.cache_bytes(1) for layer, count in self.distinct_attention if layer.kind == "KDA")
 
     def flops(self, tokens: int, past: int = 0, heads: int | None = None) -> int:
         """2 FLOPs a token for every active matrix parameter, and the attention.
@@ -368,7 +380,7 @@ class ModelCost:
         Args:
             heads: positions that go through `lm_head`; None is the last one only, as in a prefill.
         """
-        attention = sum(count * layer.attention_flops(tokens, past) for layer, count in self._distinct)
+        attention = sum(count * layer.attention_flops(tokens, past) for layer, count in self.distinct_attention)
         head = 2 * (1 if heads is None else heads) * self.vocabulary * self.hidden
         return 2 * tokens * self._matrices + head + attention
 
@@ -455,45 +467,50 @@ BANDWIDTH_REACHED, FLOPS_REACHED = 4.22 / 4.8, 693 / 989
 class Node:
     """`gpus` equal GPUs that share every layer.
 
-    `replicated` latents lie on every GPU, as under tensor parallelism: all heads read one latent, so it cannot be split
-    by heads. Otherwise each GPU holds the sequences, or the part of a sequence, that are its own.
+    `by_heads` is tensor parallelism: each GPU has its heads and what they read, so a latent lies on all of them
+    (`copies` of a layer). Otherwise each GPU holds the sequences, or the part of a sequence, that are its own.
     """
 
     gpu: GPU
     gpus: int
-    replicated: bool = True
+    by_heads: bool = True
 
-    def cache_capacity(self, cost: ModelCost, session_tokens: int, reserve: float = 0.0) -> int:
-        """Tokens of context that fit beside the weights, in sessions of `session_tokens` that each need a state too.
+    def _copies(self, layer) -> int:
+        return layer.copies(self.gpus) if self.by_heads else 1
 
-        Bytes of a session: state + latents (times the number of GPUs if replicated); of the node: G M (1 - reserve)
-        minus the weights. Weights and states are taken as evenly split.
-        """
-        left = self.gpus * self.gpu.memory * (1 - reserve) - cost.totals()[2]
-        latents = cost.cache_bytes(session_tokens) - cost.state_bytes()
-        session = cost.state_bytes() + latents * (self.gpus if self.replicated else 1)
-        return max(int(left / session * session_tokens), 0)
+    def held_bytes(self, cost: ModelCost, tokens: int) -> int:
+        """What the cache of one sequence takes on all GPUs together."""
+        return sum(count * self._copies(layer) * layer.cache_bytes(tokens) for layer, count in cost.distinct_attention)
 
-    def seconds(self, flops: float, weight_bytes: float, latents: float, states: float) -> float:
+    def cache_capacity(self, cost: ModelCost, session_tokens: int) -> int:
+        """Tokens of context that fit beside the weights, in sessions of `session_tokens` that each need a state too:
+        (G M - weights) / `held_bytes` of a session, in tokens. Weights are taken as evenly split; activations and
+        graphs take nothing here."""
+        left = self.gpus * self.gpu.memory - cost.totals()[2]
+        return max(int(left / self.held_bytes(cost, session_tokens) * session_tokens), 0)
+
+    def seconds(self, flops: float, read_bytes: float) -> float:
         """Roofline: the slower of computing and reading, at the share of the datasheet that was measured.
 
         Communication and launches are left out, so this is a lower bound.
         """
         computing = flops / (self.gpus * self.gpu.flops * FLOPS_REACHED)
-        read = weight_bytes + states + latents * (self.gpus if self.replicated else 1)
-        return max(computing, read / (self.gpus * self.gpu.bandwidth * BANDWIDTH_REACHED))
+        return max(computing, read_bytes / (self.gpus * self.gpu.bandwidth * BANDWIDTH_REACHED))
 
     def prefill_seconds(self, cost: ModelCost, tokens: int, past: int = 0) -> float:
-        latents = cost.cache_bytes(tokens + past) - cost.state_bytes()
-        weights = cost.read_weight_bytes(tokens)
-        return self.seconds(cost.flops(tokens, past), weights, latents, 2 * cost.state_bytes())
+        """The cache is read or written once, states twice."""
+        read = self.held_bytes(cost, tokens + past) + cost.state_bytes()
+        return self.seconds(cost.flops(tokens, past), cost.read_weight_bytes(tokens) + read)
 
     def decode_seconds(self, cost: ModelCost, contexts: list[int]) -> float:
         """One step of a batch, a row for every context."""
         flops = sum(cost.flops(1, context) for context in contexts)
-        latents = sum(layer.decode_bytes(n) for n in contexts for layer in cost.attention if layer.kind != "KDA")
-        states = len(contexts) * sum(layer.decode_bytes(1) for layer in cost.attention if layer.kind == "KDA")
-        return self.seconds(flops, cost.read_weight_bytes(len(contexts)), latents, states)
+        read = sum(
+            count * self._copies(layer) * layer.decode_bytes(context)
+            for context in contexts
+            for layer, count in cost.distinct_attention
+        )
+        return self.seconds(flops, cost.read_weight_bytes(len(contexts)) + read)
 
     def kv_throughput(self, cost: ModelCost, tokens: int) -> float:
         """Cache bytes over the time to the first token: what a prefill node hands to a decode node, in bytes/s."""

@@ -170,12 +170,12 @@ def cache_table(costs: list[ModelCost], node: Node) -> str:
 
 
 def node_table(cost: ModelCost, node: Node, gpu: str, session: int) -> str:
-    whole = Node(node.gpu, node.gpus, replicated=False)
+    whole = Node(node.gpu, node.gpus, by_heads=False)
     rows = [
         ["weights", scaled(cost.totals()[2], "B")],
         ["memory", scaled(node.gpus * node.gpu.memory, "B")],
-        [f"tokens of cache, latents on every GPU, sessions of {session:,}", f"{node.cache_capacity(cost, session):,}"],
-        ["tokens of cache, latents split over the GPUs", f"{whole.cache_capacity(cost, session):,}"],
+        [f"tokens of cache, split by heads, in sessions of {session:,}", f"{node.cache_capacity(cost, session):,}"],
+        ["tokens of cache, split by sequences", f"{whole.cache_capacity(cost, session):,}"],
         ["prefill of one session, at least", f"{node.prefill_seconds(cost, session):.2f} s"],
         ["decode step of one session, at least", f"{1e3 * node.decode_seconds(cost, [session]):.2f} ms"],
     ]

@@ -261,22 +261,37 @@ class PrefixCache:
         with self._lock:
             self._forget_failed()
             parent, done.segment = done.segment, None
-            if not self.index.has(parent):  # forgotten meanwhile, with a file that could not be read or written
-                return
-            segment = self.index.make(parent, tokens, steps)
-            self.index.add(segment)
-            segment.pin()
-            for kind, take in ((LATENTS, self._latents), (STATE, self._state)):
-                if not self._held(segment, kind):
-                    self._insert(segment, kind, take(done.cache, segment), self._flops_without(segment, kind))
-            if self._held(segment, LATENTS):
+            try:
+                if self.index.has(parent):  # else it was forgotten, with a file that could not be read or written
+                    segment = self.index.make(parent, tokens, steps)
+                    self.index.add(segment)
+                    segment.pin()
+                    try:
+                        self._fill(segment, done.cache)
+                    except BaseException:
+                        segment.unpin()
+                        self._settle(segment)
+                        raise
+                    if self._held(segment, LATENTS):
+                        done.segment = segment
+                    else:
+                        segment.unpin()
+                        self._settle(segment)
+            finally:
                 parent.unpin()
-                done.segment = segment
-                return
-            segment.unpin()
+                self._prune(parent)
+
+    def _fill(self, segment: Segment, cache: HybridCache) -> None:
+        """Insert what the segment lacks; `cache` stands behind it."""
+        for kind, take in ((LATENTS, self._latents), (STATE, self._state)):
+            if not self._held(segment, kind):
+                self._insert(segment, kind, take(cache, segment), self._flops_without(segment, kind))
+
+    def _settle(self, segment: Segment) -> None:
+        """Forget a segment that came to nothing."""
+        if not self._held(segment, LATENTS):
             self._lost(segment, LATENTS)
-            parent.unpin()
-            self._prune(parent)
+        self._prune(segment)
 
     def _latents(self, cache: HybridCache, segment: Segment) -> Tensors:
         """Latents of the segment, [MLA layers, tokens, R] a block; blocks end at multiples of the block size."""
@@ -326,27 +341,30 @@ class PrefixCache:
                 found, shared = self.index.matches(tokens, len(tokens) - 1)
                 segment = next((s for s in found if self._held(s, STATE)), self.index.root)
                 segment.pin()
-            if segment is self.index.root:
-                break
-            chain = segment.chain()
-            wanted = [*((s, LATENTS) for s in chain), (segment, STATE)]
-            read = [self._read(s, kind) for s, kind in wanted]
-            with self._lock:
+            try:
+                chain = segment.chain()
+                wanted = [*((s, LATENTS) for s in chain), (segment, STATE)] if chain else []
+                read = [self._read(s, kind) for s, kind in wanted]
                 missing = next((at for at, (_, tensors) in zip(wanted, read, strict=True) if tensors is None), None)
+                with self._lock:
+                    if missing is not None:
+                        self._lost(*missing)
+                    else:
+                        for (s, kind), (level, tensors) in zip(wanted, read, strict=True):
+                            self._promote(s, kind, level, tensors)
+                if missing is None and only_fetch:
+                    return segment.end
                 if missing is None:
-                    for (s, kind), (level, tensors) in zip(wanted, read, strict=True):
-                        self._promote(s, kind, level, tensors)
-                    break
-                segment.unpin()
-                self._lost(*missing)
-        if only_fetch:
-            with self._lock:
-                segment.unpin()
-            return segment.end
-        if segment is self.index.root:
-            return HybridCache(self.model.config), segment, shared
-        tensors = [tensors for _, tensors in read]
-        return self._assembled(chain, tensors[:-1], tensors[-1]), segment, shared
+                    tensors = [tensors for _, tensors in read]
+                    cache = (
+                        self._assembled(chain, tensors[:-1], tensors[-1]) if chain else HybridCache(self.model.config)
+                    )
+                    segment, kept = None, segment
+                    return cache, kept, shared
+            finally:
+                if segment is not None:
+                    with self._lock:
+                        segment.unpin()
 
     def _read(self, segment: Segment, kind: str) -> tuple[int, Tensors | None]:
         for level, tier in enumerate(self.tiers):

@@ -72,12 +72,13 @@ class SmallBody:
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        body, more = b"", True
+        body, more = bytearray(), True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
-            body, more = body + message.get("body", b""), message.get("more_body", False)
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
             if len(body) > self.limit:
                 said = refusal(413, f"the request has more than {self.limit:,} bytes")
                 return await said(scope, receive, send)
@@ -88,7 +89,7 @@ class SmallBody:
             if given:
                 return await receive()
             given = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
 
         await self.app(scope, whole, send)
 
@@ -160,7 +161,7 @@ def build_app(cache: PrefixCache, tokenizer, name: str, limits: Limits) -> FastA
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request):
-        ids, said = _prompt_ids(asked, tokenizer, cache, name, limits)
+        ids, said = await asyncio.to_thread(_prompt_ids, asked, tokenizer, cache, name, limits)
         if said is not None:
             return said
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()

@@ -74,7 +74,6 @@ class Simulation:
 
     Args:
         host_bytes, ssd_bytes: of the lower tiers; 0 leaves a tier out.
-        reserve: share of the GPU memory that activations and graphs take.
     """
 
     def __init__(
@@ -85,22 +84,24 @@ class Simulation:
         concurrency: int,
         host_bytes: float = 0,
         ssd_bytes: float = 0,
-        reserve: float = 0.0,
         write_through: bool = False,
         seed: int = 0,
     ):
+        if any(getattr(layer, "window", 0) for layer in cost.attention):
+            raise ValueError(f"{cost.name} has sliding windows, whose cache the simulation does not follow")
         self.cost, self.node, self.sessions, self.concurrency = cost, node, sessions, concurrency
         self.write_through, self.random = write_through, random.Random(seed)
         # asked for in every step
-        self.state_bytes, self.token_bytes = cost.state_bytes(), cost.per_token_bytes()
+        self.state_bytes = cost.state_bytes()
+        self.token_bytes = node.held_bytes(cost, 2) - node.held_bytes(cost, 1)
         self.decode_flops = cost.flops(1, 1), cost.flops(1, 2) - cost.flops(1, 1)  # linear in the context
         self.weight_bytes = lru_cache(None)(cost.read_weight_bytes)
-        self.capacity = node.gpus * node.gpu.memory * (1 - reserve) - cost.totals()[2]
+        self.capacity = node.gpus * node.gpu.memory - cost.totals()[2]
         longest = max(session.inputs()[-1] + session.turns[-1][1] for session in sessions)
-        if self.gpu_bytes(longest) > self.capacity:
+        if self.node.held_bytes(self.cost, longest) > self.capacity:
             raise ValueError(
                 f"the longest session of {longest:,} tokens does not fit beside the weights of {cost.name} on "
-                f"{node.gpus} GPUs: {self.gpu_bytes(longest):.3g} of {max(self.capacity, 0):.3g} bytes"
+                f"{node.gpus} GPUs: {self.node.held_bytes(self.cost, longest):.3g} of {max(self.capacity, 0):.3g} bytes"
             )
         self.stores = [
             Store("host", host_bytes, PCIE * node.gpus),
@@ -116,11 +117,6 @@ class Simulation:
         self.answering: list[Turn] = []
         self.wake = self.env.event()
         self.finished: list[Turn] = []
-
-    def gpu_bytes(self, tokens: int) -> float:
-        """Of one session; latents lie on every GPU if the node replicates them."""
-        latents = self.cost.cache_bytes(tokens) - self.state_bytes
-        return self.state_bytes + latents * (self.node.gpus if self.node.replicated else 1)
 
     # --- users ---------------------------------------------------------------------------------------------------
 
@@ -144,7 +140,7 @@ class Simulation:
     def _forget(self, owner) -> None:
         tokens = self.idle.pop(owner, None)
         if tokens is not None:
-            self.used -= self.gpu_bytes(tokens)
+            self.used -= self.node.held_bytes(self.cost, tokens)
         for store in self.stores:
             tokens = store.sessions.pop(owner, None)
             if tokens is not None:
@@ -156,19 +152,19 @@ class Simulation:
         """Start waiting turns in order, as long as the head of the queue finds room for its cache."""
         while self.waiting:
             turn = self.waiting[0]
-            need = self.gpu_bytes(turn.input + turn.output)
+            need = self.node.held_bytes(self.cost, turn.input + turn.output)
             held = self.idle.pop(turn.owner, None)
             if held is not None:
-                self.used -= self.gpu_bytes(held)
+                self.used -= self.node.held_bytes(self.cost, held)
             while self.used + need > self.capacity and self.idle:
                 owner, tokens = self.idle.popitem(last=False)
-                self.used -= self.gpu_bytes(tokens)
+                self.used -= self.node.held_bytes(self.cost, tokens)
                 self._move_down(owner, tokens)
             if self.used + need > self.capacity:
                 if held is not None:
                     self.idle[turn.owner] = held
                     self.idle.move_to_end(turn.owner, last=False)
-                    self.used += self.gpu_bytes(held)
+                    self.used += self.node.held_bytes(self.cost, held)
                 return
             self.used += need
             self.waiting.pop(0)
@@ -263,7 +259,7 @@ class Simulation:
             flops += self.cost.flops(chunk, turn.done)
             latents += self.token_bytes * (turn.done + chunk)
         states = 2 * self.state_bytes * (batch + bool(chunk))
-        return self.node.seconds(flops, self.weight_bytes(batch + chunk), latents, states)
+        return self.node.seconds(flops, self.weight_bytes(batch + chunk) + latents + states)
 
     def run(self, warm_up: float, seconds: float) -> Result:
         """Simulate `warm_up` + `seconds` and measure the latter."""

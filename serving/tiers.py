@@ -166,7 +166,10 @@ class DiskTier(Tier):
 
     def scan(self) -> dict[PartId, int]:
         """Whole files that this object does not know yet and their sizes; empty while nothing in the folder changed."""
-        now = self.folder.stat().st_mtime_ns
+        try:
+            now = self.folder.stat().st_mtime_ns
+        except FileNotFoundError:  # somebody deleted the folder: what is in memory still serves
+            return {}
         if now == self._seen:
             return {}
         # clocks of file systems are coarse: what changed just now may change again without showing it

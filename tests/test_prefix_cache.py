@@ -215,6 +215,35 @@ def test_write_back_moves_less_than_write_through(tmp_path):
     assert 0 < moved[False] < moved[True]
 
 
+def test_closing_writes_what_only_memory_had(tmp_path):
+    """With write-back nothing is on the disk before; a folder that is deleted meanwhile costs the files only."""
+    options = {"folder": tmp_path / "kept", "disk_bytes": 1 << 30, "write_through": False}
+    cache = make(**options)
+    check(cache, tokens(30))
+    assert cache.stats()["tiers"]["disk"]["bytes"] == 0
+    cache.close()
+    cache = make(**options)
+    assert check(cache, tokens(30)) == 29
+    shutil.rmtree(tmp_path / "kept")
+    assert check(cache, tokens(30)) == 29
+    cache.close()
+
+
+def test_an_error_in_the_middle_leaves_nothing_pinned(monkeypatch):
+    cache = make()
+    check(cache, tokens(30))
+
+    def broken(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for name in ("_assembled", "_latents"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(cache, name, broken)
+            cache.forward(row(tokens(40)))
+    assert not cache.index.root.pins
+    assert check(cache, tokens(40)) == 29
+
+
 def test_prefetch_brings_a_prefix_up(tmp_path):
     cache = make(folder=tmp_path, disk_bytes=1 << 30)
     check(cache, tokens(30))

@@ -152,12 +152,13 @@ def test_a_node_holds_what_its_memory_says(data_dir):
     """Weights, states and latents of the sessions that fit fill the memory, and one more session does not fit."""
     config = KimiK3Config.from_pretrained(data_dir / "config_kimi_k3.json").text_config
     counted, session = cost.text_cost(config), 142_000
-    for replicated in (True, False):
-        node = cost.Node(cost.GPUS["b300"], 8, replicated)
-        copies = 8 if replicated else 1
-        one = counted.state_bytes() + copies * 27_648 * session
+    for by_heads in (True, False):
+        node = cost.Node(cost.GPUS["b300"], 8, by_heads)
+        one = counted.state_bytes() + (8 if by_heads else 1) * 27_648 * session
+        assert node.held_bytes(counted, session) == one
         sessions = node.cache_capacity(counted, session) / session
         assert counted.totals()[2] + sessions * one == pytest.approx(8 * 288e9, rel=1e-6)
+    assert [cost.GQA(64, 8, 4, 8, 0, 2).copies(gpus) for gpus in (1, 4, 8)] == [1, 1, 2]
     assert cost.Node(cost.GPUS["h100"], 1).cache_capacity(counted, session) == 0
 
 
