@@ -415,7 +415,10 @@ class PrefixCache:
         """Evict what is worth least until `size` bytes fit; False if they cannot."""
         tier = self.tiers[level]
         while tier.used + size > tier.budget:
-            candidates = [part for part in list(tier.entries) if self._may_go(level, part)]
+            parts = list(tier.entries)
+            candidates = [part for part in parts if self._may_go(level, part)]
+            if not candidates:  # only texts whose later segments lie in other tiers: those are lost with them
+                candidates = [part for part in parts if not self.index.segments[part[0]].pins]
             if not candidates:
                 return False
             part = min(candidates, key=lambda part: tier.entries[part].priority)

@@ -1,0 +1,218 @@
+"""Speculative decoding with a DSpark-style draft: greedy text and the distribution of samples are the target's own."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
+from kimi_k3.serving.dspark import DSparkConfig, DSparkDraft, rotated
+from kimi_k3.serving.speculative import accept, probabilities, speculative_generate
+
+SIZES = DSparkConfig(
+    vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, q_lora_rank=16,
+    kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, target_layer_ids=(0, 1, 2), mask_token_id=31,
+    markov_rank=8, block_size=4,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    """KDA, MLA, KDA in float32, random and far from uniform."""
+    torch.manual_seed(0)
+    config = KimiK3TextConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, q_lora_rank=None,
+        linear_attn_config={"kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 2, "head_dim": 16,
+                            "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "use_full_rank_gate": True},
+        attn_res_block_size=2, num_experts=None, initializer_range=0.3, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None,
+    )  # fmt: skip
+    return KimiK3ForCausalLM(config).eval()
+
+
+def tokens(length, seed=0):
+    return torch.randint(1, 32, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def draft():
+    """Random, and so sure of itself that every block has its full length."""
+    torch.manual_seed(1)
+    draft = DSparkDraft(SIZES).eval()
+    draft.confidence_head.proj.bias.data.fill_(20.0)
+    return draft
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 30, 90])
+def test_greedy_text_is_that_of_plain_greedy_whatever_the_draft(model, draft, prompt):
+    """Fault 36: a random draft changes nothing."""
+    ids = torch.tensor([tokens(prompt, prompt)])
+    result = speculative_generate(model, draft, ids, 60)
+    assert torch.equal(result.ids, model.generate(ids, max_new_tokens=60, do_sample=False))
+    assert result.drafted > 2 * result.rounds > 0
+    assert result.accepted < result.drafted
+
+
+def test_an_end_token_ends_it(model, draft):
+    ids = torch.tensor([tokens(12)])
+    whole = model.generate(ids, max_new_tokens=40, do_sample=False)[0, 12:].tolist()
+    end = whole[17]
+    result = speculative_generate(model, draft, ids, 40, eos_token_id=end)
+    assert result.ids[0, 12:].tolist() == whole[: whole.index(end) + 1]
+
+
+def test_a_perfect_draft_is_always_accepted(model, draft, monkeypatch):
+    """Fault 50: with a drafter that knows the target's choice, acceptance is total, at short and at long context."""
+    ids = torch.tensor([tokens(150)])
+    known = model.generate(ids, max_new_tokens=100, do_sample=False)[0].tolist()
+
+    def oracle(self, newest, most):
+        start = self.tokens + 1
+        drawn = known[start : start + min(4, most)]
+        return drawn, torch.nn.functional.one_hot(torch.tensor(drawn, dtype=torch.long), 32).float()
+
+    monkeypatch.setattr("kimi_k3.serving.speculative._Drafting.propose", oracle)
+    result = speculative_generate(model, draft, ids, 100)
+    assert result.ids[0].tolist() == known
+    assert result.accepted == result.drafted and result.rounds <= 21
+
+
+def test_sampling_through_the_model_is_not_biased(model, draft):
+    """The second new token of 400 whole runs, against the exact marginal of the target."""
+    ids, temperature, count = torch.tensor([tokens(9)]), 0.4, 400
+    with torch.no_grad():
+        first = probabilities(model(ids).logits[0, -1], temperature)
+        rows = torch.cat([ids.expand(32, -1), torch.arange(32)[:, None]], dim=1)
+        second = first @ probabilities(model(rows).logits[:, -1], temperature)
+    generator = torch.Generator().manual_seed(3)
+    seen = torch.zeros(32)
+    for _ in range(count):
+        result = speculative_generate(model, draft, ids, 2 + 1, temperature, generator=generator)
+        seen[result.ids[0, 10]] += 1
+    cells = second * count >= 5
+    chi = ((seen - second * count) ** 2 / (second * count))[cells].sum()
+    freedom = int(cells.sum())
+    assert freedom >= 3 and chi < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_accept_draws_from_what_is_left():
+    """One token, p and q known: the result has distribution p."""
+    p, q = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]), torch.tensor([[0.1, 0.1, 0.8]])
+    generator, counts = torch.Generator().manual_seed(0), [0, 0, 0]
+    for _ in range(4000):
+        drawn = int(torch.multinomial(q[0], 1, generator=generator))
+        kept, following = accept([drawn], q, p, generator)
+        counts[drawn if kept else following] += 1
+    for count, share in zip(counts, p[0], strict=True):
+        assert abs(count / 4000 - share) < 4 * (share * (1 - share) / 4000) ** 0.5
+
+
+def test_rotary_positions_count_by_their_difference():
+    x, y = torch.randn(1, 8), torch.randn(1, 8)
+    at = [
+        (rotated(x, torch.tensor([m]), 1e4) * rotated(y, torch.tensor([n]), 1e4)).sum() for m, n in ((3, 1), (103, 101))
+    ]
+    torch.testing.assert_close(at[0], at[1], atol=1e-4, rtol=0)
+
+
+def test_a_block_reads_all_of_itself_and_its_context(draft):
+    """Not causal inside the block; a changed context changes every slot."""
+    taps = torch.randn(1, 7, 96)
+    positions = torch.arange(7, 11)
+    hidden = draft.block(torch.tensor([[5]]), positions, draft.context(taps, 0))
+    mask = torch.ones(4, 11, dtype=torch.bool)
+    mask[:, 10] = False  # without the last slot, the first one differs
+    other = draft.block(torch.tensor([[5]]), positions, draft.context(taps, 0), mask)
+    assert not torch.allclose(hidden[0, 0], other[0, 0])
+    taps[0, 0] += 1
+    assert (draft.block(torch.tensor([[5]]), positions, draft.context(taps, 0)) - hidden).abs().amax(-1).min() > 0
+    parts = [draft.context(taps[:, :3], 0), draft.context(taps[:, 3:], 3)]
+    for whole, *split in zip(draft.context(taps, 0), *parts, strict=True):
+        torch.testing.assert_close(torch.cat(split, dim=1), whole)
+
+
+def test_names_and_sizes_are_those_of_the_published_draft():
+    """68 tensors and about 3.56 billion parameters at the sizes of the public five-layer draft for Kimi K3."""
+    config = DSparkConfig(
+        vocab_size=163840, hidden_size=7168, intermediate_size=14336, num_hidden_layers=5, num_attention_heads=64,
+        q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        target_layer_ids=(2, 23, 47, 71, 89), mask_token_id=163837, markov_rank=256, block_size=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        tensors = DSparkDraft(config).state_dict()
+    assert len(tensors) == 68
+    assert sum(t.numel() for t in tensors.values()) == pytest.approx(3.56e9, rel=0.01)
+    assert tensors["context_proj.weight"].shape == (7168, 35840)
+    assert (
+        tensors["markov_head.markov_w1.weight"].shape == tensors["markov_head.markov_w2.weight"].shape == (163840, 256)
+    )
+    assert tensors["confidence_head.proj.weight"].shape == (1, 7424)
+
+
+def test_files(model, draft, tmp_path):
+    """Saved and loaded; what does not fit is refused in a sentence."""
+    draft.save(tmp_path)
+    again = DSparkDraft.load(tmp_path, model)
+    ids = torch.tensor([tokens(20)])
+    results = [speculative_generate(model, d, ids, 20) for d in (draft, again)]
+    assert torch.equal(results[0].ids, results[1].ids) and results[0].accepted == results[1].accepted
+    config = (tmp_path / "config.json").read_text()
+    for old, new, said in (
+        ('"hidden_size": 32', '"hidden_size": 64', "hidden_size 64"),
+        ('"rope_theta"', '"rope_scaling": {"type": "yarn"}, "rope_theta"', "rope_scaling"),
+        ('"markov_rank": 8', '"markov_rank": 9', "do not fit"),
+        ('"markov_rank": 8,', "", "lacks"),
+        ("    2\n", "    7\n", "taps layer 7"),
+    ):
+        (tmp_path / "config.json").write_text(config.replace(old, new))
+        with pytest.raises(ValueError, match=said):
+            DSparkDraft.load(tmp_path, model)
+    with pytest.raises(ValueError, match="holds no draft"):
+        DSparkDraft.load(tmp_path / "none", model)
+
+
+def test_bad_input_is_refused(model, draft):
+    for ids, count, temperature in (
+        (torch.ones(2, 3, dtype=torch.long), 5, 0.0),
+        (torch.ones(1, 0, dtype=torch.long), 5, 0.0),
+        (torch.ones(1, 3, dtype=torch.long), 0, 0.0),
+        (torch.ones(1, 3, dtype=torch.long), 5, -1.0),
+    ):
+        with pytest.raises(ValueError):
+            speculative_generate(model, draft, ids, count, temperature)
+
+
+def test_the_training_objective_learns_the_target(model):
+    """A few steps of the trainer on random windows: its loss falls and its acceptance rises."""
+    path = Path(__file__).parent.parent / "training" / "dspark.py"
+    spec = importlib.util.spec_from_file_location("train_dspark", path)
+    trainer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(trainer)
+    torch.manual_seed(0)
+    draft = DSparkDraft(dataclasses.replace(SIZES))
+    windows = torch.tensor([tokens(40, seed) for seed in range(16)])
+    taps, logits = trainer.observe(model, draft, windows)
+    optimizer = torch.optim.AdamW(draft.parameters(), 5e-3)
+    seen = []
+    for _ in range(40):
+        anchors = torch.randint(1, 34, (8,))
+        loss, accepted = trainer.block_loss(draft, model.lm_head, windows, taps.float(), logits, anchors)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append((loss.item(), accepted))
+    assert seen[-1][0] < 0.95 * seen[0][0] and seen[-1][1] > seen[0][1] + 0.03
+
+
+def test_the_trained_draft_of_the_small_checkpoint():
+    """What `training/dspark.py` made: greedy text stays that of generate, and a good part of the drafts is accepted."""
+    checkpoints = Path(__file__).parent.parent / "checkpoints"
+    model = KimiK3ForCausalLM.from_pretrained(checkpoints / "small", dtype=torch.float32)
+    draft = DSparkDraft.load(checkpoints / "small_draft", model)
+    ids = torch.tensor([[5, 9, 700, 41, 88]])
+    result = speculative_generate(model, draft, ids, 60)
+    assert torch.equal(result.ids, model.generate(ids, max_new_tokens=60, do_sample=False))
+    assert result.accepted > 0.3 * result.drafted > 0
