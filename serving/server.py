@@ -60,6 +60,7 @@ class CompletionRequest(BaseModel):
 
 def refusal(status: int, message: str) -> JSONResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
+    message = message.encode("utf-8", "replace").decode("utf-8")  # half a character of the request is no JSON
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
 
 
@@ -206,7 +207,14 @@ def _prompt_ids(asked, tokenizer, cache, name, limits):
     """(token ids, None), or (None, the refusal)."""
     if asked.model != name:
         return None, refusal(404, f"there is no model {asked.model!r} here, only {name!r}")
-    ids = asked.prompt if isinstance(asked.prompt, list) else tokenizer(asked.prompt, verbose=False).input_ids
+    if isinstance(asked.prompt, list):
+        ids = asked.prompt
+    else:
+        try:
+            asked.prompt.encode("utf-8")
+        except UnicodeEncodeError:
+            return None, refusal(400, "prompt: the text has half of a surrogate pair")
+        ids = tokenizer(asked.prompt, verbose=False).input_ids
     vocabulary = cache.model.config.get_text_config(decoder=True).vocab_size
     if not ids:
         return None, refusal(400, "the prompt is empty")
