@@ -52,7 +52,8 @@ class PrefixCache:
     """Prefixes of one model in tiers of memory and disk; threads may share it, processes may share its folder.
 
     Args:
-        model: a Kimi K3 model in evaluation; its weights must not change while the cache lives.
+        model: a Kimi K3 model in evaluation; neither its weights nor its active adapters may change
+            while the cache lives.
         device_bytes: budget on the model's device.
         host_bytes: budget in host memory (pinned when the model is on a GPU); 0 leaves the tier out.
         folder, disk_bytes: of the disk tier; None leaves it out. Prefixes of several models can lie in one folder.
@@ -484,6 +485,8 @@ class PrefixCache:
             segment = segment.parent
 
     def _forget(self, segment: Segment) -> None:
+        if not self.index.has(segment):  # forgotten before; parts of its name may be those of a newer one
+            return
         for kind in (LATENTS, STATE):
             for tier in self.tiers:
                 tier.drop((segment.key, kind))
