@@ -1,6 +1,7 @@
-"""Greedy decoding of the small checkpoint with its trained draft against plain greedy decoding, token for token equal.
+"""Greedy decoding of the small checkpoint with a trained draft against plain greedy decoding, token for token equal.
 
-    python benchmarks/speculative.py [--tokens 128]
+    python training/dspark.py --text FILE... --out DRAFT
+    python benchmarks/speculative.py --draft DRAFT [--dequantize] [--tokens 128]
 
 Plain decoding is a loop over forwards with a cache, without what `generate` does around it.
 """
@@ -44,13 +45,15 @@ def plain(model, ids, count):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draft", type=Path, required=True, help="folder that training/dspark.py wrote")
+    parser.add_argument("--dequantize", action="store_true", help="unpack the MXFP4 experts when loading")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2)
     options = parser.parse_args()
-    folder = ROOT / "checkpoints"
-    model = KimiK3ForCausalLM.from_pretrained(folder / "small", dtype=torch.float32).eval()
-    draft = DSparkDraft.load(folder / "small_draft", model)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "small")
+    folder = ROOT / "checkpoints" / "small"
+    model = KimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32, dequantize=options.dequantize).eval()
+    draft = DSparkDraft.load(options.draft, model)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     total = {"plain": 0.0, "speculative": 0.0}
     rounds = drafted = accepted = 0
     for prompt in PROMPTS:
@@ -70,7 +73,7 @@ def main():
         rounds, drafted, accepted = rounds + result.rounds, drafted + result.drafted, accepted + result.accepted
     count = len(PROMPTS) * options.tokens
     line = {
-        "case": f"greedy decoding with a draft, a token, {count} tokens, CPU",
+        "case": f"greedy decoding with a draft, a token, {'float' if options.dequantize else 'packed'} experts, CPU",
         "ours_ms": round(1e3 * total["speculative"] / count, 2),
         "peer": "plain greedy",
         "peer_ms": round(1e3 * total["plain"] / count, 2),
