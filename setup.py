@@ -48,7 +48,6 @@ setup(
         "plots": ["matplotlib"],
         # tests/test_gguf.py, which also needs llama.cpp's source and is skipped without it
         "gguf": ["gguf", "xllamacpp"],
-        "serve": ["simpy", "tqdm"],
         "serve": ["fastapi", "prometheus-client", "simpy", "tqdm", "uvicorn"],
         "test": [
             "datasets",

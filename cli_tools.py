@@ -1,0 +1,90 @@
+"""What the subcommands of `kimi-k3` share: the error that a user reads, loading, and types of arguments."""
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from . import KimiK3ForCausalLM, KimiK3TextConfig
+
+
+class UsageError(ValueError):
+    """Input that cannot work; its text is the one sentence that the user reads."""
+
+
+def read_config(folder: Path) -> KimiK3TextConfig:
+    """The text configuration of a checkpoint folder, nested or flat; reads no weights."""
+    if not folder.is_dir():
+        raise UsageError(f"there is no checkpoint folder {folder}")
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} is not a checkpoint: it has no config.json")
+    try:
+        return KimiK3TextConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the configuration in {folder} cannot be used: {error}") from error
+
+
+def load_tokenizer(folder: Path):
+    """The tokenizer of a checkpoint folder; code shipped inside the folder is never run."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # which one a missing or broken file raises differs between tokenizer classes
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(f"no tokenizer can be loaded from {folder}: {reason}") from error
+
+
+def encode(tokenizer, text: str, **options) -> torch.Tensor:
+    """Token ids [1, T]. The tokenizer's own warning about long texts is off: `check_length` is the judge of that."""
+    return tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes the GPU where there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda needs a CUDA GPU, and torch sees none")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def load_model(folder: Path, device: torch.device, dtype: str = "auto", dequantize: bool = False) -> KimiK3ForCausalLM:
+    """The model on `device`, in evaluation mode; `auto` keeps the dtype of the checkpoint."""
+    try:
+        return KimiK3ForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device, dequantize=dequantize)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the weights in {folder} cannot be loaded: {error}") from error
+
+
+def number(kind, accepts, rule: str):
+    """An argparse type: `kind` of the text, refused with `rule` unless `accepts` says yes."""
+
+    def convert(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not accepts(value):
+            raise argparse.ArgumentTypeError(f"{rule}, not {text!r}")
+        return value
+
+    return convert
+
+
+at_least_one = number(int, lambda n: n >= 1, "must be a whole number of at least 1")
+
+
+def refuse_without_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("the pictures need matplotlib: pip install 'kimi-k3[eval]'")
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a picture that could not be drawn, before any work."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("a picture needs matplotlib: pip install 'kimi-k3[plots]'")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"{path} must end in .png, .svg or .pdf")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent} for the picture")

@@ -1,0 +1,280 @@
+"""`kimi-k3 cost`, `trace`, `replay`, `serve` and `cache`: arguments, and what is run and printed."""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from ..cli_tools import (
+    UsageError,
+    at_least_one,
+    check_picture,
+    choose_device,
+    load_model,
+    load_tokenizer,
+    number,
+    read_config,
+)
+
+# --- kimi-k3 cost ----------------------------------------------------------------------------------------------------
+
+
+def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", type=Path, nargs="+", metavar="CONFIG",
+        help="checkpoint folders or config.json files of any transformers model with KDA, MLA or grouped-query "
+        "attention; the first is compared with the others",
+    )  # fmt: skip
+    parser.add_argument("--gpu", choices=("h100", "h200", "b200", "b300"), default="b300", help="default: %(default)s")
+    parser.add_argument("--gpus", type=at_least_one, default=8, metavar="N", help="in the node (default: %(default)s)")
+    parser.add_argument(
+        "--context", type=at_least_one, default=131072, metavar="N", help="tokens of a session (default: %(default)s)"
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw cache and KV throughput against context")
+
+
+def run_cost(args: argparse.Namespace) -> None:
+    """Print parameters, FLOPs, bytes and what fits on a node, from configurations alone."""
+    from . import cost_report
+
+    if args.picture is not None:
+        check_picture(args.picture)
+    try:
+        costs = [cost_report.read_cost(path) for path in args.config]
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print(cost_report.report(costs, args.gpu, args.gpus, args.context), end="")
+    if args.picture is not None:
+        cost_report.draw(costs, args.gpu, args.gpus, args.picture)
+
+
+# --- kimi-k3 cache ---------------------------------------------------------------------------------------------------
+
+
+def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("stats", "clear"), help="count what is kept, or delete it")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the disk tier of a prefix cache")
+    parser.add_argument("--check", action="store_true", help="stats: read every file and verify its checksum")
+
+
+def run_cache(args: argparse.Namespace) -> None:
+    """What a folder of kept prefixes holds, one line a model; or empty it."""
+    from . import prefix_folder
+
+    if args.check and args.action == "clear":
+        raise UsageError("--check belongs to stats: clear deletes broken files too")
+    try:
+        if args.action == "clear":
+            print(f"{prefix_folder.clear(args.folder):,} bytes freed")
+            return
+        models = prefix_folder.inspect(args.folder, args.check)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    for model in models:
+        print(
+            f"model {model.namespace[:12]}: {model.states:,} states and {model.segments:,} segments of "
+            f"{model.tokens:,} tokens, {model.bytes:,} bytes, {model.broken} broken files"
+        )
+    if not models:
+        print("no prefixes")
+
+
+# --- kimi-k3 trace, kimi-k3 replay -----------------------------------------------------------------------------------
+
+
+def byte_count(text: str) -> int:
+    """An argparse type: bytes, as a number with an optional decimal suffix k, M, G or T."""
+    powers = {"k": 3, "M": 6, "G": 9, "T": 12}
+    try:
+        size = float(text[:-1]) * 10 ** powers[text[-1]] if text[-1:] in powers else float(text)
+    except ValueError:
+        size = -1
+    if not 0 <= size < 1e18:
+        raise argparse.ArgumentTypeError(f"must be bytes such as 500M, 20G or 2T, not {text!r}")
+    return int(size)
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="JSONL to write, one session a line")
+    parser.add_argument("--sessions", type=at_least_one, default=300, metavar="N", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
+
+
+def run_trace(args: argparse.Namespace) -> None:
+    """Write sessions that have the medians of published agentic traffic."""
+    from . import trace
+
+    if args.file.exists():
+        raise UsageError(f"{args.file} exists: delete it or choose another name")
+    if not args.file.absolute().parent.is_dir():
+        raise UsageError(f"there is no folder {args.file.parent}")
+    sessions = trace.generate(args.sessions, args.seed)
+    trace.write(args.file, sessions)
+    print(f"medians: {trace.medians(sessions)}")
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="JSONL that kimi-k3 trace writes")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--model", type=Path, metavar="MODEL", help="run a small checkpoint through the prefix cache")
+    kind.add_argument("--simulate", type=Path, metavar="CONFIG", help="simulate a model at full size")
+    parser.add_argument(
+        "--concurrency", type=at_least_one, nargs="+", default=[1, 4, 16, 64], metavar="N", help="sessions at a time"
+    )
+    parser.add_argument("--host-bytes", type=byte_count, default=0, metavar="B", help="host memory for the cache")
+    parser.add_argument("--disk-bytes", type=byte_count, default=0, metavar="B", help="disk for the cache")
+    parser.add_argument(
+        "--write-through", action="store_true", help="copy down at once instead of when the tier above is full"
+    )
+    real = parser.add_argument_group("with --model")
+    real.add_argument("--device-bytes", type=byte_count, default=10**9, metavar="B", help="default: 1G")
+    real.add_argument("--scale", type=at_least_one, default=256, metavar="N", help="divide token counts (default: 256)")
+    real.add_argument("--turns", type=at_least_one, default=200, metavar="N", help="to play (default: %(default)s)")
+    real.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
+    simulated = parser.add_argument_group("with --simulate")
+    simulated.add_argument("--gpu", choices=("h100", "h200", "b200", "b300"), default="b300", help="default: b300")
+    simulated.add_argument("--gpus", type=at_least_one, default=8, metavar="N", help="in the node (default: 8)")
+    simulated.add_argument(
+        "--by-sequences",
+        action="store_true",
+        help="each GPU holds its own sequences, instead of its heads and a copy of all latents",
+    )
+    simulated.add_argument(
+        "--minutes", type=at_least_one, default=40, metavar="N", help="simulated, after a warm-up (default: 40)"
+    )
+    simulated.add_argument("--picture", type=Path, metavar="FILE", help="draw throughput, hit rate and waiting")
+
+
+def run_replay(args: argparse.Namespace) -> None:
+    """Play a trace for real or in a simulation, and print what the cache did at every concurrency."""
+    try:
+        from . import replay, trace
+    except ModuleNotFoundError as error:
+        raise UsageError(f"a replay needs {error.name}: pip install 'kimi-k3[serve]'") from error
+    if args.picture is not None:
+        if args.simulate is None:
+            raise UsageError("--picture belongs to --simulate")
+        check_picture(args.picture)
+    try:
+        sessions = trace.read(args.trace)
+        if args.simulate is None:
+            replay_model(args, trace.smaller(sessions, args.scale))
+            return
+        from . import cost_report
+        from .cost import GPUS, Node
+
+        cost = cost_report.read_cost(args.simulate)
+        node = Node(GPUS[args.gpu], args.gpus, by_heads=not args.by_sequences)
+        tiers = {"GPUs": (0, 0)}
+        if args.host_bytes:
+            tiers[f"GPUs and {cost_report.scaled(args.host_bytes, 'B')} of host memory"] = (args.host_bytes, 0)
+        if args.disk_bytes:
+            tiers[f"the same and {cost_report.scaled(args.disk_bytes, 'B')} of SSD"] = (
+                args.host_bytes,
+                args.disk_bytes,
+            )
+        options = {"minutes": args.minutes, "write_through": args.write_through}
+        curves = replay.simulate(cost, node, sessions, args.concurrency, tiers, **options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print(replay.simulated_table(curves), end="")
+    if args.picture is not None:
+        title = f"{cost.name} on {args.gpus} x {args.gpu}, simulated"
+        replay.draw(curves, replay.knee(cost, node), title, args.picture)
+
+
+def replay_model(args: argparse.Namespace, sessions: list) -> None:
+    """Every concurrency with a fresh cache, on the disk in a folder that is deleted afterwards."""
+    from . import replay
+    from .prefix_cache import PrefixCache
+
+    device = choose_device(args.device)
+    config = read_config(args.model)
+    longest = max(session.inputs()[-1] + session.turns[-1][1] for session in sessions)
+    if longest > config.max_position_embeddings:
+        raise UsageError(
+            f"divided by {args.scale} the longest session still has {longest} tokens, but the model's "
+            f"max_position_embeddings is {config.max_position_embeddings}: give a larger --scale"
+        )
+    model = load_model(args.model, device)
+    results = []
+    for concurrency in args.concurrency:
+        with tempfile.TemporaryDirectory() as folder:
+            cache = PrefixCache(
+                model,
+                args.device_bytes,
+                args.host_bytes,
+                folder if args.disk_bytes else None,
+                args.disk_bytes,
+                block=16,
+                every=512,
+                write_through=args.write_through,
+            )
+            results.append(replay.replay(cache, sessions, concurrency, args.turns))
+            cache.close()
+    print(replay.replayed_table(results), end="")
+
+
+# --- kimi-k3 serve ---------------------------------------------------------------------------------------------------
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the checkpoint")
+    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=number(int, lambda n: 0 <= n < 65536, "must be a port"), default=8000, metavar="P"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: that of the checkpoint"
+    )
+    kept = parser.add_argument_group("prefix cache")
+    kept.add_argument("--device-bytes", type=byte_count, default=10**9, metavar="B", help="default: 1G")
+    kept.add_argument("--host-bytes", type=byte_count, default=0, metavar="B", help="host memory (default: none)")
+    kept.add_argument("--folder", type=Path, metavar="DIR", help="keep prefixes on the disk too, across restarts")
+    kept.add_argument("--disk-bytes", type=byte_count, default=10**10, metavar="B", help="with --folder (default: 10G)")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-prompt-tokens", type=at_least_one, metavar="N", help="default: what the model reads")
+    limits.add_argument("--max-new-tokens", type=at_least_one, default=4096, metavar="N", help="default: %(default)s")
+    limits.add_argument("--max-seconds", type=at_least_one, default=300, metavar="N", help="a request may take")
+    limits.add_argument("--max-waiting", type=at_least_one, default=256, metavar="N", help="requests that may wait")
+
+
+def run_serve(args: argparse.Namespace) -> None:
+    """Serve completions until a signal; what is under way is finished and kept prefixes are written."""
+    try:
+        import uvicorn
+
+        from . import server
+        from .prefix_cache import PrefixCache
+    except ModuleNotFoundError as error:
+        raise UsageError(f"serving needs {error.name}: pip install 'kimi-k3[serve]'") from error
+    device = choose_device(args.device)
+    config = read_config(args.model)
+    tokenizer = load_tokenizer(args.model)
+    model = load_model(args.model, device, args.dtype)
+    try:
+        cache = PrefixCache(
+            model, args.device_bytes, args.host_bytes, args.folder, args.disk_bytes if args.folder else 0
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the prefix cache cannot be made: {error}") from error
+    limits = server.Limits(
+        args.max_prompt_tokens or config.max_position_embeddings,
+        args.max_new_tokens,
+        args.max_seconds,
+        args.max_waiting,
+    )
+    app = server.build_app(cache, tokenizer, args.model.resolve().name, limits)
+    uvicorn.run(
+        app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=int(limits.stop_seconds)
+    )
+
+
+# name: (help, declares the arguments, runs)
+COMMANDS = {
+    "cost": ("count parameters, FLOPs and bytes of a configuration", add_cost_arguments, run_cost),
+    "trace": ("write sessions of agentic traffic", add_trace_arguments, run_trace),
+    "replay": ("play a trace through the prefix cache, or simulate it", add_replay_arguments, run_replay),
+    "serve": ("answer completions over HTTP", add_serve_arguments, run_serve),
+    "cache": ("count or delete the prefixes kept in a folder", add_cache_arguments, run_cache),
+}
