@@ -227,7 +227,17 @@ class KimiK3PreTrainedModel(PreTrainedModel):
 # Saved beside the weights, with the files of `kernels/`.
 CODE_FILES = tuple(
     f"{part}_kimi_k3.py"
-    for part in ("cache", "checkpoint", "configuration", "graph", "layers", "layout", "modeling", "vision")
+    for part in (
+        "cache",
+        "cache_layers",
+        "checkpoint",
+        "configuration",
+        "graph",
+        "layers",
+        "layout",
+        "modeling",
+        "vision",
+    )
 )
 
 

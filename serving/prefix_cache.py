@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 
-from ..cache_kimi_k3 import HybridCache, LatentCacheLayer, model_fingerprint
+from ..cache_kimi_k3 import HybridCache, model_fingerprint
+from ..cache_layers_kimi_k3 import LatentCacheLayer
 from ..modeling_kimi_k3 import CACHE_ARGUMENT
 from .cost import ModelCost, text_cost
 from .prefix_index import PrefixIndex, Segment

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
-from kimi_k3.cache_kimi_k3 import RECORDED_COLUMNS
+from kimi_k3.cache_layers_kimi_k3 import RECORDED_COLUMNS
 
 CLOSE = {"atol": 5e-4, "rtol": 0}
 
