@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -27,11 +28,11 @@ def test_only_a_model_on_one_device_with_graphs_is_captured(data_dir):
 @torch.no_grad()
 def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once(data_dir, monkeypatch, caplog):
     @contextlib.contextmanager
-    def graph(_):
+    def graph(_, **options):
         raise RuntimeError("a hook waits for the device")
         yield
 
-    device = SimpleNamespace(CUDAGraph=object, graph=graph)
+    device = SimpleNamespace(CUDAGraph=object, graph=graph, Stream=lambda _: None, device=contextlib.nullcontext)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     model, ids = load(data_dir), torch.arange(5, 11)[None]
     step, cache = graph_kimi_k3.CapturedForward(model), kimi_k3.HybridCache(model.config, max_length=8)
@@ -43,6 +44,21 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once(data_dir, monkey
     assert [record.message for record in caplog.records].count(
         "the decoding step runs without a CUDA graph: RuntimeError: a hook waits for the device"
     ) == 1
+
+
+@torch.no_grad()
+def test_a_forward_that_waits_for_the_device_is_never_captured(data_dir, monkeypatch, caplog):
+    """Broken off, a capture would leave the process's generator in the middle of it."""
+    modes = []
+    device = SimpleNamespace(get_sync_debug_mode=lambda: 0, set_sync_debug_mode=modes.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    model, ids = load(data_dir), torch.arange(5, 9)[None]
+    model.register_forward_hook(lambda *_: warnings.warn("called a synchronizing CUDA operation", stacklevel=1))
+    step, cache = graph_kimi_k3.CapturedForward(model), kimi_k3.HybridCache(model.config, max_length=8)
+    for t in range(4):
+        step(input_ids=ids[:, t : t + 1], **{kimi_k3.CACHE_ARGUMENT: cache})
+    assert modes == ["warn", 0] and cache.get_seq_length() == 4
+    assert [record.message for record in caplog.records if "waits for the device" in record.message]
 
 
 @torch.no_grad()
