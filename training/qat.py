@@ -8,6 +8,7 @@ optimizer moves the unrounded weights.
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from kimi_k3.kernels.experts import grouped_experts
 from kimi_k3.kernels.mxfp4 import GROUP, dequantize_mxfp4, quantize_mxfp4
@@ -43,8 +44,10 @@ def mxfp8(x: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"the last dimension ({x.shape[-1]}) must be a multiple of {GROUP}")
     groups = x.detach().float().unflatten(-1, (-1, GROUP))
     exponent = torch.frexp(groups.abs().amax(-1, keepdim=True)).exponent - 1 - TOP_EXPONENT
+    exponent = exponent.clamp(-127, 127)  # of an E8M0 scale
     scaled = torch.ldexp(groups, -exponent).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
-    return _StraightThrough.apply(x, torch.ldexp(scaled, exponent).flatten(-2).to(x.dtype))
+    rounded = torch.where(groups.isfinite(), torch.ldexp(scaled, exponent), groups)
+    return _StraightThrough.apply(x, rounded.flatten(-2).to(x.dtype))
 
 
 class _QuantizedExperts(KimiK3Experts):
@@ -81,6 +84,8 @@ def start_qat(model: nn.Module, activations: bool = True) -> nn.Module:
     if not experts:
         hint = ": load its packed ones with dequantize=True" if _experts(model, KimiK3PackedExperts) else ""
         raise ValueError(f"the model has no floating-point experts to quantise{hint}")
+    if any(isinstance(getattr(module, "base_layer", None), KimiK3Experts) for module in model.modules()):
+        raise ValueError("adapters lie on the routed experts and would read unrounded weights: merge or remove them")
     implementation = getattr(experts[0].config, "_experts_implementation", None)
     if implementation not in (None, "eager"):
         raise ValueError(f"experts_implementation={implementation!r} reads unrounded weights: set it to 'eager'")
@@ -97,8 +102,11 @@ def finish_qat(model: nn.Module) -> nn.Module:
     """
     for module in _experts(model, _QuantizedExperts):
         for name in WEIGHTS:
-            for weight in getattr(module, name).unbind(0):
-                weight.copy_(mxfp4(weight))
+            weight = getattr(module, name)
+            if isinstance(weight, DTensor):  # FSDP2 leaves whole experts on a process
+                weight = weight.to_local()
+            for expert in weight.unbind(0):
+                expert.copy_(mxfp4(expert))
         del module.quantized_activations
         module.__class__ = KimiK3Experts
     return model
