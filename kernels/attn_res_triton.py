@@ -139,7 +139,9 @@ def forward(sources, norm_weight, proj_weight, eps, out_weight, out_eps, keep: b
     shape, count, width = sources[0].shape, len(sources), sources[0].shape[-1]
     rows = sources[0].numel() // width
     mixed = torch.empty_like(sources[-1])
-    out = None if out_weight is None else torch.empty_like(mixed)
+    out = None
+    if out_weight is not None:
+        out = torch.empty_like(mixed, dtype=torch.promote_types(mixed.dtype, out_weight.dtype))
     scores = inverse_rms = None
     if keep:
         scores, inverse_rms = torch.empty(2, *shape[:-1], count, device=mixed.device, dtype=torch.float32)

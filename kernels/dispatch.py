@@ -1,5 +1,6 @@
 """Where the Triton kernels run: one place that decides, and says why not."""
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -15,8 +16,8 @@ MAX_SIZE = 256
 # Set to False (or start with KIMI_K3_TRITON=0) to run the torch references everywhere.
 use_triton = os.environ.get("KIMI_K3_TRITON", "1") != "0"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Why a kernel failed to compile, once one has.
-_broken: list[str] = []
+# Operations of which a kernel failed to compile, and why.
+_broken: dict[str, str] = {}
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -32,7 +33,7 @@ def triton_refusal(*tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> str |
         return "use_triton is False"
     if torch.compiler.is_compiling():
         return "torch.compile traces the torch path"  # launches would break the graph
-    reason = _broken[0] if _broken else _device_refusal(device)
+    reason = _device_refusal(device)
     if reason is None:
         if not all(x.dtype in _TYPES for x in tensors):
             found = ", ".join(sorted({str(x.dtype) for x in tensors}))
@@ -65,19 +66,50 @@ def token_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def run_kernels(function, *arguments):
-    """What the Triton `function` returns; None when a kernel does not compile here, and then never again is tried.
+    """What the Triton `function` returns; None when a kernel does not compile here, and from then on.
 
-    Compilation comes before any launch of a kernel, so the arguments are as they were.
+    Compilation comes before any launch of a kernel, so the arguments are as they were. Triton launches on the current
+    device, so that of the first tensor is made it.
     """
+    operation = getattr(function, "__self__", function).__module__.rpartition(".")[2].removesuffix("_triton")
+    if operation in _broken:
+        return None
     try:
-        return function(*arguments)
+        with _current(_device_of(arguments)):
+            return function(*arguments)
     except Exception as error:
         # Triton raises its own classes, and a plain RuntimeError where its pass manager gives up.
         if not type(error).__module__.startswith("triton") and "PassManager" not in str(error):
             raise
-        _broken.append(f"a kernel does not compile here: {type(error).__name__}: {str(error).strip()[-300:]}")
-        _tell(_broken[0])
+        reason = f"a kernel of {operation} does not compile here: {type(error).__name__}: {str(error).strip()[-300:]}"
+        _broken[operation] = reason
+        _tell(reason)
         return None
+
+
+def recomputed(function, tensors, grad) -> list[torch.Tensor | None]:
+    """Gradients of `function(*tensors)` by running it again in torch; None for a tensor that is None."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
+    with torch.enable_grad():
+        out = function(*leaves)
+    found = iter(torch.autograd.grad(out, [x for x in leaves if x is not None], grad))
+    return [None if x is None else next(found) for x in leaves]
+
+
+def _device_of(arguments) -> torch.device | None:
+    for x in arguments:
+        if isinstance(x, torch.Tensor):
+            return x.device
+        if isinstance(x, list | tuple) and (device := _device_of(x)) is not None:
+            return device
+    return None
+
+
+def _current(device: torch.device | None):
+    if device is None or device.index is None:
+        return contextlib.nullcontext()
+    module = torch.get_device_module(device)
+    return contextlib.nullcontext() if module.current_device() == device.index else module.device(device)
 
 
 @functools.cache

@@ -27,13 +27,13 @@ def is_fused(query: torch.Tensor, latents: torch.Tensor, rope_dim: int) -> bool:
     """
     rank = latents.shape[-1] - rope_dim
     return (
-        0 < query.shape[2] <= MAX_TOKENS
+        dispatch.triton_refusal(query, latents) is None  # first: a traced graph must not depend on the token count
+        and 0 < query.shape[2] <= MAX_TOKENS
         and query.numel() > 0
         and query.dtype == latents.dtype
         and rank <= (MAX_RANK_FLOAT32 if query.dtype == torch.float32 else MAX_RANK)
         and rope_dim <= MAX_ROPE
         and not dispatch.needs_grad(query, latents)
-        and dispatch.triton_refusal(query, latents) is None
     )
 
 

@@ -11,20 +11,20 @@ MAX_WIDTH = 16384
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) over the last dimension, rounded to the dtype of x **before** the weight comes in (two roundings)."""
     out = _fused(x, None, weight, eps, torch.promote_types(x.dtype, weight.dtype))
-    if out is not None:
-        return out
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return _composed(x, None, weight, eps) if out is None else out
 
 
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight * sigmoid(gate) over the last dimension: rounded once, to the dtype of x."""
     out = _fused(x, gate, weight, eps, x.dtype)
-    if out is not None:
-        return out
+    return _composed(x, gate, weight, eps) if out is None else out
+
+
+def _composed(x, gate, weight, eps):
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if gate is None:
+        return weight * wide.to(x.dtype)
     return (wide * weight.to(wide.dtype) * torch.sigmoid(gate.to(wide.dtype))).to(x.dtype)
 
 
@@ -57,4 +57,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx, d_out):
         from . import norms_triton
 
-        return *norms_triton.backward(*ctx.saved_tensors, ctx.eps, d_out.contiguous()), None, None
+        grads = dispatch.run_kernels(norms_triton.backward, *ctx.saved_tensors, ctx.eps, d_out.contiguous())
+        if grads is None:
+            grads = dispatch.recomputed(lambda *leaves: _composed(*leaves, ctx.eps), ctx.saved_tensors, d_out)
+        return *grads, None, None

@@ -16,19 +16,23 @@ def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: flo
         gate, up: [..., m], same dtype, which the result has too.
     """
     out = _fused(gate, up, beta, linear_beta)
-    if out is not None:
-        return out
+    return _composed(gate, up, beta, linear_beta) if out is None else out
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """SiLU(gate) * up, [..., m]. (In half precision the Triton form rounds once, the torch form twice.)"""
+    out = _fused(gate, up, None, None)
+    return _composed(gate, up, None, None) if out is None else out
+
+
+def _composed(gate, up, beta, linear_beta):
+    if beta is None:
+        return F.silu(gate) * up
     dtype = torch.promote_types(gate.dtype, torch.float32)
     a, b = gate.to(dtype), up.to(dtype)
     if linear_beta is not None:
         b = linear_beta * torch.tanh(b / linear_beta)
     return (beta * torch.tanh(a / beta) * torch.sigmoid(a) * b).to(gate.dtype)
-
-
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """SiLU(gate) * up, [..., m]."""
-    out = _fused(gate, up, None, None)
-    return F.silu(gate) * up if out is None else out
 
 
 def _fused(gate, up, beta, linear_beta):
@@ -57,4 +61,7 @@ class _Glu(torch.autograd.Function):
     def backward(ctx, d_out):
         from . import situ_triton
 
-        return *situ_triton.backward(*ctx.saved_tensors, *ctx.betas, d_out.contiguous()), None, None
+        grads = dispatch.run_kernels(situ_triton.backward, *ctx.saved_tensors, *ctx.betas, d_out.contiguous())
+        if grads is None:
+            grads = dispatch.recomputed(lambda *leaves: _composed(*leaves, *ctx.betas), ctx.saved_tensors, d_out)
+        return *grads, None, None

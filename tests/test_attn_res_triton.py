@@ -71,7 +71,7 @@ def test_a_backward_kernel_that_does_not_compile(monkeypatch):
 
     inputs = make(3, torch.float32)
     monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): None)
-    monkeypatch.setattr(dispatch, "_broken", [])
+    monkeypatch.setattr(dispatch, "_broken", {})
     dispatch._tell.cache_clear()
     expected = results(*inputs, ("mixed", "out"))
 

@@ -1,11 +1,13 @@
 """Which device and tensors the Triton kernels take, and that a refusal is told once."""
 
+import contextlib
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kimi_k3.kernels import dispatch, kda, kda_step, short_conv
+from kimi_k3.kernels import dispatch, kda, kda_step, norms, short_conv, situ
 
 REALLY = dispatch._device_refusal
 
@@ -22,7 +24,7 @@ class OnGPU:
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     monkeypatch.setattr(dispatch, "_device_refusal", lambda device: None)
-    monkeypatch.setattr(dispatch, "_broken", [])
+    monkeypatch.setattr(dispatch, "_broken", {})
     dispatch._tell.cache_clear()
 
 
@@ -72,13 +74,24 @@ def triton_error():
 def test_kernels_that_do_not_compile_leave_the_torch_path(error, monkeypatch, caplog):
     """Fault 82: forward and backward of every operation fall back, with the reason once and no second attempt."""
     pytest.importorskip("triton")
-    from kimi_k3.kernels import kda_backward_triton, kda_chunk_triton, kda_step_triton, short_conv_triton
+    from kimi_k3.kernels import (
+        kda_backward_triton,
+        kda_chunk_triton,
+        kda_step_triton,
+        norms_triton,
+        short_conv_triton,
+        situ_triton,
+    )
 
     attempts = []
 
-    def broken(*arguments):
-        attempts.append(1)
-        raise error
+    def broken(module):
+        def kernel(*arguments):
+            attempts.append(1)
+            raise error
+
+        kernel.__module__ = module.__name__
+        return kernel
 
     for module, name in (
         (kda_chunk_triton, "forward"),
@@ -86,8 +99,10 @@ def test_kernels_that_do_not_compile_leave_the_torch_path(error, monkeypatch, ca
         (kda_step_triton, "step"),
         (short_conv_triton, "forward"),
         (short_conv_triton, "backward"),
+        (norms_triton, "forward"),
+        (situ_triton, "forward"),
     ):
-        monkeypatch.setattr(module, name, broken)
+        monkeypatch.setattr(module, name, broken(module))
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(1, 5, 2, 16, requires_grad=True) for _ in range(4))
     beta, A_log, dt_bias = torch.randn(1, 5, 2), torch.randn(2), torch.randn(32)
@@ -96,6 +111,7 @@ def test_kernels_that_do_not_compile_leave_the_torch_path(error, monkeypatch, ca
     def operations():
         y, _ = short_conv.short_conv(v.flatten(2), weight)
         out, state = kda.fused_kda(q, k, y.view_as(v), g, beta, A_log, dt_bias, -5.0)
+        out = norms.gated_rms_norm(situ.situ_glu(out, v, 4.0, 25.0), v, torch.ones(16), 1e-5)
         grads = torch.autograd.grad(out.sum() + state.sum(), (q, k, v, g, weight))
         with torch.no_grad():
             tails = tuple(torch.ones(1, 3, 32) for _ in range(3))
@@ -106,22 +122,21 @@ def test_kernels_that_do_not_compile_leave_the_torch_path(error, monkeypatch, ca
 
     expected = operations()
     assert not attempts
-    really = dispatch.triton_refusal
-    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): None)  # as if it were never remembered
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): None)
     with caplog.at_level(logging.WARNING):
         got = operations()
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    # convolution, KDA and the step, which falls back onto three convolutions and KDA
-    assert len(attempts) == 7
-    assert ["does not compile" in record.getMessage() for record in caplog.records] == [True]
-    assert "does not compile" in really(OnGPU())
+    # each operation is tried once, told once, and the others go on
+    assert len(attempts) == 5
+    assert dispatch._broken.keys() == {"short_conv", "kda", "kda_step", "norms", "situ"}
+    assert ["does not compile" in record.getMessage() for record in caplog.records] == [True] * 5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs the forward kernels on CPU tensors, in the interpreter")
 def test_a_backward_kernel_alone_that_does_not_compile(monkeypatch):
     """Fault 82: the forward ran in Triton, the backward pass is composed in torch."""
     pytest.importorskip("triton")
-    from kimi_k3.kernels import kda_backward_triton, short_conv_triton
+    from kimi_k3.kernels import kda_backward_triton, norms_triton, short_conv_triton, situ_triton
 
     def broken(*arguments):
         raise triton_error()
@@ -130,18 +145,44 @@ def test_a_backward_kernel_alone_that_does_not_compile(monkeypatch):
     q, k, v, g = (torch.randn(1, 5, 2, 16, requires_grad=True) for _ in range(4))
     weight, state = torch.randn(32, 1, 4, requires_grad=True), torch.randn(1, 2, 16, 16, requires_grad=True)
     beta, A_log, dt_bias = torch.randn(1, 5, 2, requires_grad=True), torch.randn(2, requires_grad=True), torch.randn(32)
+    scale = torch.randn(16, requires_grad=True)
 
     def gradients():
         y, _ = short_conv.short_conv(v.flatten(2), weight)
         out, final = kda.fused_kda(q, k, y.view_as(v), g, beta, A_log, dt_bias, -5.0, state)
-        return torch.autograd.grad(out.square().sum() + final.sum(), (q, k, v, g, beta, A_log, weight, state))
+        out = norms.rms_norm(situ.swiglu(norms.gated_rms_norm(out, v, scale, 1e-5), v), scale, 1e-5)
+        leaves = q, k, v, g, beta, A_log, weight, state, scale
+        return torch.autograd.grad(out.square().sum() + final.sum(), leaves)
 
     expected = gradients()
     monkeypatch.setattr(kda_backward_triton, "backward", broken)
     monkeypatch.setattr(short_conv_triton, "backward", broken)
+    monkeypatch.setattr(norms_triton, "backward", broken)
+    monkeypatch.setattr(situ_triton, "backward", broken)
     monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): None)
     for a, b in zip(gradients(), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
+    """Triton launches on the current device, whatever device the pointers belong to."""
+    entered = []
+
+    @contextlib.contextmanager
+    def device(index):
+        entered.append(index)
+        yield
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(current_device=lambda: 0, device=device))
+    monkeypatch.setattr(dispatch, "_device_of", lambda arguments: arguments[0])
+
+    def launch(where):
+        return list(entered)
+
+    assert dispatch.run_kernels(launch, torch.device("cuda", 0)) == []
+    assert dispatch.run_kernels(launch, torch.device("cuda", 1)) == [torch.device("cuda", 1)]
+    monkeypatch.undo()
+    assert dispatch._device_of(([torch.zeros(1, device="meta")], 2)) == torch.device("meta")
 
 
 def test_an_error_that_is_not_of_the_compiler_is_raised():

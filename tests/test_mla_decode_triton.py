@@ -172,7 +172,7 @@ def test_what_the_kernels_are_not_for():
 def test_a_kernel_that_does_not_compile(monkeypatch):
     """Fault 82: the reference answers."""
     inputs = make(1, 2, 3, 20, 16, 4)
-    monkeypatch.setattr(dispatch, "_broken", [])
+    monkeypatch.setattr(dispatch, "_broken", {})
     dispatch._tell.cache_clear()
 
     def broken(*arguments):
