@@ -19,9 +19,11 @@ from .kernels/mla_decode import
 from .kernels/mla_decode_triton import
 from .kernels/mxfp4 import
 from .kernels/norms import
+from .kernels/norms_triton import
 from .kernels/short_conv import
 from .kernels/short_conv_triton import
 from .kernels/situ import
+from .kernels/situ_triton import
 from .kernels/triton_tools import
 """
 
@@ -434,13 +436,15 @@ class KimiK3Experts(nn.Module):
         training on a GPU, because the reference counts tokens on the host.
         """
         weights = self.gate_up_proj, self.down_proj
-        out = fused_experts(self.config, hidden_states, top_k_index, top_k_weights, *weights, None)
-        if out is not None:
-            return out
+        # Expert parallelism marks the tokens of other processes with numbers past the last expert.
+        if not getattr(self, "_is_expert_parallel", False):
+            out = fused_experts(self.config, hidden_states, top_k_index, top_k_weights, *weights, None)
+            if out is not None:
+                return out
         if torch.compiler.is_compiling() or experts_op.groups_on_device(hidden_states, *weights):
             return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         # unbind once: indexing a parameter for every expert would make a full-size gradient for each of them
-        gate_up, down = self.gate_up_proj.unbind(0), self.down_proj.unbind(0)
+        gate_up, down = (weight.unbind(0) for weight in weights)
         return experts_op.grouped_experts(
             hidden_states,
             top_k_index,

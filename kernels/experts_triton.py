@@ -134,19 +134,19 @@ def add_planes(total, weights, x):
     return tl.dot(weights[3], x[3], total, input_precision="ieee")
 
 
-@triton.jit
-def plan_kernel(expert_ids, order, tiles, PAIRS: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, COUNT: tl.constexpr):
+@triton.jit(do_not_specialize=["pairs", "count"])
+def plan_kernel(expert_ids, order, tiles, pairs, count, P: tl.constexpr, BM: tl.constexpr):
     """`plan` for few pairs in one program, by comparing every pair with every other."""
     p = tl.arange(0, P)
-    inside = p < PAIRS
+    inside = p < pairs
     own = tl.load(expert_ids + p, mask=inside, other=0).to(tl.int32)
     place = tl.zeros((P,), tl.int32)  # in the sorted order
     before = tl.zeros((P,), tl.int32)  # pairs of the same expert before this one, and in all
     alike = tl.zeros((P,), tl.int32)
-    for first in range(0, PAIRS, 16):
+    for first in range(0, pairs, 16):
         q = first + tl.arange(0, 16)
-        other = tl.load(expert_ids + q, mask=q < PAIRS, other=0).to(tl.int32)[None, :]
-        real = (q < PAIRS)[None, :]
+        other = tl.load(expert_ids + q, mask=q < pairs, other=0).to(tl.int32)[None, :]
+        real = (q < pairs)[None, :]
         same = real & (other == own[:, None])
         earlier = same & (q[None, :] < p[:, None])
         place += tl.sum((earlier | (real & (other < own[:, None]))).to(tl.int32), axis=1)
@@ -156,17 +156,17 @@ def plan_kernel(expert_ids, order, tiles, PAIRS: tl.constexpr, P: tl.constexpr, 
     # In the sorted order, through the memory of the result: the pairs that open a tile, and where it ends.
     opens = tl.where(before % BM == 0, place + tl.minimum(BM, alike - before), 0)
     tl.debug_barrier()
-    tl.store(order + PAIRS + place, opens, mask=inside)
+    tl.store(order + pairs + place, opens, mask=inside)
     tl.debug_barrier()
-    end = tl.load(order + PAIRS + p, mask=inside, other=0)
+    end = tl.load(order + pairs + p, mask=inside, other=0)
     tile = tl.cumsum((end > 0).to(tl.int32), axis=0) - 1
     expert = tl.load(expert_ids + tl.load(order + p, mask=inside, other=0))
     tl.store(tiles + tile, expert.to(tl.int32), mask=end > 0)
-    tl.store(tiles + COUNT + tile, p, mask=end > 0)
-    tl.store(tiles + 2 * COUNT + tile, end, mask=end > 0)
+    tl.store(tiles + count + tile, p, mask=end > 0)
+    tl.store(tiles + 2 * count + tile, end, mask=end > 0)
     used = tl.sum((end > 0).to(tl.int32), axis=0)
-    for first in range(0, COUNT, P):
-        tl.store(tiles + first + p, -1, mask=(first + p >= used) & (first + p < COUNT))
+    for first in range(0, count, P):
+        tl.store(tiles + first + p, -1, mask=(first + p >= used) & (first + p < count))
 
 
 @triton.jit
@@ -180,8 +180,8 @@ def rank_kernel(expert_ids, counts, ranks, pairs, P: tl.constexpr):
     tl.store(ranks + p, tl.atomic_add(counts + expert, 1, mask=p < pairs), mask=p < pairs)
 
 
-@triton.jit
-def tiles_kernel(counts, tiles, EXPERTS: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, COUNT: tl.constexpr):
+@triton.jit(do_not_specialize=["count"])
+def tiles_kernel(counts, tiles, count, EXPERTS: tl.constexpr, E: tl.constexpr, BM: tl.constexpr):
     """The tiles of all experts; `counts` become the place of every expert's first pair."""
     e = tl.arange(0, E)
     pairs = tl.load(counts + e, mask=e < EXPERTS, other=0)
@@ -193,11 +193,11 @@ def tiles_kernel(counts, tiles, EXPERTS: tl.constexpr, E: tl.constexpr, BM: tl.c
     for nth in range(tl.max(own, axis=0)):
         here = nth < own
         tl.store(tiles + tile + nth, e, mask=here)
-        tl.store(tiles + COUNT + tile + nth, first + nth * BM, mask=here)
-        tl.store(tiles + 2 * COUNT + tile + nth, first + tl.minimum(nth * BM + BM, pairs), mask=here)
+        tl.store(tiles + count + tile + nth, first + nth * BM, mask=here)
+        tl.store(tiles + 2 * count + tile + nth, first + tl.minimum(nth * BM + BM, pairs), mask=here)
     used = tl.sum(own, axis=0)
-    for start in range(used, COUNT, E):
-        tl.store(tiles + start + e, -1, mask=start + e < COUNT)
+    for start in range(used, count, E):
+        tl.store(tiles + start + e, -1, mask=start + e < count)
 
 
 @triton.jit
@@ -412,14 +412,14 @@ def plan(expert_ids, experts: int, block_m: int):
         order = torch.empty(2 * pairs, device=device, dtype=torch.int32)  # the second half is the kernel's own
         tiles = torch.empty(3, count, device=device, dtype=torch.int32)
         block = max(16, triton.next_power_of_2(pairs))
-        plan_kernel[(1,)](expert_ids, order, tiles, pairs, block, block_m, count, num_warps=max(1, block // 64))
+        plan_kernel[(1,)](expert_ids, order, tiles, pairs, count, block, block_m, num_warps=max(1, block // 64))
         return order, tiles
-    counts = torch.zeros(experts + 1, device=device, dtype=torch.int32)
+    counts = torch.zeros(experts, device=device, dtype=torch.int32)
     ranks, order = torch.empty(2, pairs, device=device, dtype=torch.int32)
     tiles = torch.empty(3, count, device=device, dtype=torch.int32)
     grid = (triton.cdiv(pairs, 1024),)
     rank_kernel[grid](expert_ids, counts, ranks, pairs, 1024, num_warps=4)
-    tiles_kernel[(1,)](counts, tiles, experts, triton.next_power_of_2(experts), block_m, count, num_warps=4)
+    tiles_kernel[(1,)](counts, tiles, count, experts, triton.next_power_of_2(experts), block_m, num_warps=4)
     place_kernel[grid](expert_ids, counts, ranks, order, pairs, 1024, num_warps=4)
     return order, tiles
 
@@ -431,15 +431,17 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     pairs = tokens * top_k
     block_m, parts = tile_size(pairs, experts, packed)
     order, tiles = plan(expert_ids.flatten(), experts, block_m * parts)
+    gate_up, down = gate_up.contiguous(), down.contiguous()
     if packed:  # the order of `plane`: code 4 half + number of a word is the half of plane `number`
         x = x.view(tokens, -1, 2, 4).permute(0, 3, 1, 2)
         gate_up, down = gate_up.view(torch.int32), down.view(torch.int32)
+        gate_up_scale, down_scale = gate_up_scale.contiguous(), down_scale.contiguous()
     x, routing = x.contiguous(), expert_weights.contiguous()
-    half = x.dtype != torch.float32
-    operand = tl.bfloat16 if half else tl.float32
+    # Scales of packed weights span the range of bfloat16.
+    operand = tl.float32 if x.dtype == torch.float32 else tl.bfloat16 if packed else operand_of(x.dtype)
     h = torch.empty(pairs, width, device=x.device, dtype=x.dtype)
     y = torch.empty(pairs, size, device=x.device, dtype=torch.float32)
-    block_n, block_k, warps, stages = block_sizes(block_m, parts, packed, half)
+    block_n, block_k, warps, stages = block_sizes(block_m, parts, packed, x.dtype, tools.shared_bytes(x.device))
     count, situ, capped = tiles.shape[1], beta is not None, linear_beta is not None
     betas = beta or 1.0, linear_beta or 1.0
     grids = [(count * triton.cdiv(rows, block_n),) for rows in (width, size)]
@@ -466,10 +468,28 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     return y.view(tokens, top_k, size).sum(1)
 
 
-def block_sizes(block_m: int, parts: int, packed: bool, half: bool) -> tuple[int, int, int, int]:
-    """Rows of weights, columns (words of packed ones) a step, warps, and steps in flight (measured on an H200)."""
-    if not half:
+def operand_of(dtype: torch.dtype):
+    return tl.float16 if dtype == torch.float16 else tl.bfloat16
+
+
+def block_sizes(block_m: int, parts: int, packed: bool, dtype: torch.dtype, shared: int) -> tuple[int, int, int, int]:
+    """Rows of weights, columns (words of packed ones) a step, warps, and steps in flight (measured on an H200).
+
+    Fewer steps in flight, then narrower ones, where a program has less than `shared` bytes of shared memory for them.
+    """
+    if dtype == torch.float32:
         return 32, 8 if packed else 32, 4, 1
     if packed:
-        return (64, 8, 4, 3) if parts == 3 else (64, 32, 4, 3)
-    return (128, 64, 8, 4) if block_m == 128 else (64, 128, 4, 3)
+        rows, columns, warps, stages = (64, 8, 4, 3) if parts == 3 else (64, 32, 4, 3)
+    else:
+        rows, columns, warps, stages = (128, 64, 8, 4) if block_m == 128 else (64, 128, 4, 3)
+
+    def needed():
+        activations = parts * block_m * columns * (16 if packed else 2)
+        return max(1, stages - 1) * (activations + 2 * rows * columns * (4.25 if packed else 2))
+
+    while needed() > shared and stages > 2:
+        stages -= 1
+    while needed() > shared:
+        columns //= 2
+    return rows, columns, warps, stages

@@ -38,10 +38,7 @@ COMMON = dict(
     SEGMENTS=1, STEPS=4, STAGES=1 if backend == "hip" else 3, checkpoints=None, checkpoint_offsets=None,
     ONE_TOKEN=True, N=9, D=7168, BD=8192, NORM=True, KEEP=True, HAS_MIXED=True, HAS_OUT=True,
 )
-EXPERTS = dict(
-    D=3584, M=3072, TOP_K=16, BM=16, BN=64, BK=64, BW=16, PARTS=1, SITU=True, CAPPED=True, PAIRS=37, P=64, COUNT=5,
-)
-MANY = dict(EXPERTS, BM=64, BW=8, PARTS=3, STAGES=1)
+EXPERTS = dict(D=3584, M=3072, TOP_K=16, SITU=True, CAPPED=True, P=64, BM=16)
 RANKS = dict.fromkeys("counts ranks".split(), "*i32") | dict(pairs="i32")
 BYTES = dict(weight="*i32", scale="*u8", beta="fp32")
 # Kimi K3's latents, with the tiles that a GPU of this kind gets; a mask a row, and one a token of a draft.
@@ -66,14 +63,9 @@ CASES = [
     (short_conv_triton.conv_backward_kernel, 4, {}, dict(weight="*fp32")),
     (attn_res_triton.mix_kernel, 8, {}, {}),
     (attn_res_triton.mix_backward_kernel, 8, {}, {}),
-    (experts_triton.packed_gate_up_kernel, 4, EXPERTS, BYTES),
-    (experts_triton.packed_down_kernel, 4, EXPERTS, BYTES),
-    (experts_triton.packed_gate_up_kernel, 4, MANY, BYTES),
-    (experts_triton.gate_up_kernel, 4, EXPERTS, dict(beta="fp32")),
-    (experts_triton.down_kernel, 4, EXPERTS, {}),
-    (experts_triton.plan_kernel, 1, EXPERTS, {}),
+    (experts_triton.plan_kernel, 1, EXPERTS, RANKS),
     (experts_triton.rank_kernel, 4, dict(P=1024), RANKS),
-    (experts_triton.tiles_kernel, 4, dict(EXPERTS=896, E=1024, BM=64, COUNT=1000), RANKS),
+    (experts_triton.tiles_kernel, 4, dict(EXPERTS=896, E=1024, BM=64), RANKS),
     (experts_triton.place_kernel, 4, dict(P=1024), RANKS),
     (mla_decode_triton.decode_kernel, MLA_WARPS, MLA, dict(mask="*i1")),
     (mla_decode_triton.decode_kernel, MLA_WARPS, dict(MLA, ONE_MASK=False, CAUSAL=False), {}),
@@ -83,6 +75,15 @@ CASES = [
     (situ_triton.glu_backward_kernel, 4, GLU, BETA),
     (mla_decode_triton.merge_kernel, 4, MERGE, {}),
 ]
+# The tiles of the experts that a GPU of this kind gets.
+for BM, PARTS, PACKED in ((16, 1, False), (128, 1, False), (64, 1, True), (64, 3, True)):
+    BN, BK, WARPS, STEPS = experts_triton.block_sizes(BM, PARTS, PACKED, torch.bfloat16, SHARED)
+    OPTIONS = dict(EXPERTS, BM=BM, PARTS=PARTS, BN=BN, BK=BK, BW=BK, STAGES=STEPS)
+    if PACKED:
+        KERNELS = experts_triton.packed_gate_up_kernel, experts_triton.packed_down_kernel
+    else:
+        KERNELS = experts_triton.gate_up_kernel, experts_triton.down_kernel
+    CASES += [(kernel, WARPS, OPTIONS, BYTES if PACKED else dict(beta="fp32")) for kernel in KERNELS]
 for kernel, warps, options, types in CASES:
     constants = {name: value for name, value in {**COMMON, **options}.items()
                  if name in kernel.arg_names and value is not ...}
@@ -102,9 +103,8 @@ for kernel, warps, options, types in CASES:
     compiled = triton.compile(ASTSource(kernel, signature, places, aligned), target=target,
                               options={"num_warps": warps, "num_stages": MLA_STAGES if is_mla else 1})
     print(kernel.__name__, compiled.metadata.shared)
-    # What a multiprocessor of the smallest of these GPUs can give one program; that one asks how much there is.
-    room = SHARED if is_mla else 65536 if backend == "hip" else 101376
-    assert compiled.metadata.shared <= room, kernel.__name__
+    # What a program may have there, and on sm_80 what the smallest GPUs of its instruction set give it.
+    assert compiled.metadata.shared <= SHARED, kernel.__name__
 """
 
 
@@ -116,4 +116,4 @@ def test_every_kernel_compiles(target):
         [sys.executable, "-P", "-c", COMPILE, *target], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 29
+    assert len(done.stdout.splitlines()) == 32
