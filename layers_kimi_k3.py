@@ -615,8 +615,10 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         return partial + hidden, read, weights, logits
 
     def _read(self, blocks, partial, sublayer, layernorm):
-        """What a sublayer reads, the mix over depth (without finished blocks the stream itself), and its norm."""
-        if not blocks:
+        """What a sublayer reads, the mix over depth (without Attention Residuals the stream itself), and its norm."""
+        # The mix of one source is that source. In training it runs all the same, for gradients of zero: DDP waits for
+        # every parameter's.
+        if self.block_size is None or not (blocks or torch.is_grad_enabled()):
             return partial, layernorm(partial)
         norm, proj = getattr(self, f"{sublayer}_res_norm"), getattr(self, f"{sublayer}_res_proj")
         sources = (*blocks, partial)

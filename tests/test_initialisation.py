@@ -106,7 +106,7 @@ def test_initial_values_of_the_papers():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_reach_every_parameter_that_was_used(variant):
-    """Fault 15: experts, gates, decay parameters; only layer 0's depth mix is never read."""
+    """Fault 15: experts, gates, decay parameters. Layer 0's first depth mix has one source: its gradient is zero."""
     model = build(**VARIANTS[variant]).train()
     with torch.no_grad():  # away from zero, where the norm weights beside the queries have no gradient yet
         for name, parameter in model.named_parameters():
@@ -116,7 +116,7 @@ def test_gradients_reach_every_parameter_that_was_used(variant):
     model(ids, labels=ids).loss.backward()
     for name, parameter in model.named_parameters():
         if name.startswith("model.layers.0.self_attention_res"):
-            assert parameter.grad is None
+            assert parameter.grad.eq(0).all()  # and not None, which DDP would wait for
             continue
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
         assert parameter.grad.abs().sum() > 0, name

@@ -1,4 +1,4 @@
-"""FSDP2 of a model with two dtypes, in two processes on the CPU."""
+"""DDP, and FSDP2 of a model with two dtypes, in two processes on the CPU."""
 
 import copy
 import subprocess
@@ -20,6 +20,9 @@ def step_in_one_of_two(rank, folder, meeting, options):
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     model = kimi_k3.KimiK3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).train()
     alone = copy.deepcopy(model)
+    whole = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    for _ in range(2):  # every parameter has its gradient, else the second step is refused
+        whole(input_ids=texts(rank), labels=texts(rank)).loss.backward()
     fully_shard_by_dtype(model)
     dtypes = {parameter.dtype for parameter in model.parameters()}
     assert {torch.bfloat16, torch.float32} <= dtypes
