@@ -98,6 +98,12 @@ class HybridCache(Cache):
         """Bytes of the states and latents held, without the spare room of latent buffers and what `crop` needs."""
         return sum(tensor.numel() * tensor.element_size() for layer in self.layers for tensor in layer.tensors())
 
+    def reserve(self, columns: int) -> None:
+        """Make room for so many columns at the next token, so that a cache of known length is never copied to grow."""
+        for layer in self.layers:
+            if hasattr(layer, "reserved"):
+                layer.reserved = columns
+
     def keep_recorded(self, columns: int) -> None:
         """Let at least so many columns be taken back while recording, more than the default 64."""
         for layer in self.layers:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import importlib
+import weakref
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -310,7 +311,8 @@ class LatentCacheLayer(_StateLayer):
             offload  # whether the buffer lies on the CPU; new latents are written there, all are read from it
         )
         self.buffer: torch.Tensor | None = None  # [B, capacity, kv_lora_rank + qk_rope_head_dim]
-        self._shared = 0  # columns of the buffer that a fork may read: they are copied before they are written
+        self._holders = weakref.WeakSet([self])  # the layers that read this buffer, forks of one another
+        self.reserved = 0  # columns that a buffer has room for at least
 
     @property
     def latents(self) -> torch.Tensor:
@@ -321,16 +323,16 @@ class LatentCacheLayer(_StateLayer):
         """Append [B, new tokens, width] and return the latents of all tokens, without a copy where possible."""
         length, device = self.seq_length + latents.shape[1], latents.device
         latents = latents.to(_home(self.offload, device))
-        if self.buffer is not None:
-            self.buffer = self.buffer.to(latents)  # the model may have moved, or changed its precision
+        if self.buffer is not None and (self.buffer.device, self.buffer.dtype) != (latents.device, latents.dtype):
+            self._own(self.buffer.to(latents))  # the model has moved, or changed its precision
         held = self.buffer
         if latents.requires_grad or (
             held is not None and (held.requires_grad or (held.is_inference() and not torch.is_inference_mode_enabled()))
         ):
             # Writing in place would cut the autograd graph of earlier steps, and is forbidden for inference tensors.
-            self.buffer = latents if self.buffer is None else torch.cat([self.latents, latents], dim=1)
+            self._own(latents if self.buffer is None else torch.cat([self.latents, latents], dim=1))
         else:
-            if self.buffer is None or self.buffer.shape[1] < length or self.seq_length < self._shared:
+            if held is None or held.shape[1] < length or any(h.seq_length > self.seq_length for h in self._holders):
                 self._grow(latents, length)
             self.buffer[:, self.seq_length : length] = latents
         self.seq_length = length
@@ -340,11 +342,16 @@ class LatentCacheLayer(_StateLayer):
     def _grow(self, like: torch.Tensor, length: int) -> None:
         # The first prefill is stored tight: most caches are built by one prefill and a short generation.
         capacity = length if self.buffer is None else int(length * _GROWTH)
-        capacity = -(-(capacity + 1) // _GRANULE) * _GRANULE
+        capacity = max(-(-(capacity + 1) // _GRANULE) * _GRANULE, self.reserved)
         buffer = like.new_empty(like.shape[0], capacity, like.shape[2])
         if self.buffer is not None:
             buffer[:, : self.seq_length] = self.latents
-        self.buffer, self._shared = buffer, 0
+        self._own(buffer)
+
+    def _own(self, buffer: torch.Tensor | None) -> None:
+        """Take a buffer that no other layer reads."""
+        self._holders.discard(self)
+        self.buffer, self._holders = buffer, weakref.WeakSet([self])
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.latents] if self.is_initialized else []
@@ -354,35 +361,39 @@ class LatentCacheLayer(_StateLayer):
         return self.buffer.shape[0] if self.is_initialized else -1
 
     def fork(self) -> "LatentCacheLayer":
-        """A second holder of the same latents; whoever first writes where the other reads copies the buffer."""
+        """A second holder of the same latents; whoever would write where another one reads copies the buffer first."""
         forked = copy.copy(self)
-        if self.is_initialized:
-            self._shared = max(self._shared, self.seq_length)
-            forked._shared = self.buffer.shape[1]
+        self._holders.add(forked)
         return forked
 
+    def __deepcopy__(self, memo):
+        copied = super().__deepcopy__(memo)
+        copied._holders = weakref.WeakSet([copied])
+        return copied
+
     def load(self, tensors: list[torch.Tensor], seq_length: int) -> None:
-        self.__init__(self.offload)
+        self.reset()
         self.append(tensors[0])
 
     def to(self, device) -> None:
-        if self.is_initialized:
-            self.buffer = self.buffer.to(device)
+        if self.is_initialized and self.buffer.device != torch.device(device):
+            self._own(self.buffer.to(device))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last columns; their place in the buffer is written over."""
         self.seq_length -= _columns_to_remove(tokens_to_remove, self.seq_length)
 
     def reset(self) -> None:
+        self._holders.discard(self)
         self.__init__(self.offload)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.is_initialized:
-            self.buffer, self._shared = self.buffer.index_select(0, indices.to(self.buffer.device)), 0
+            self._own(self.buffer.index_select(0, indices.to(self.buffer.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
-            self.buffer, self._shared = self.buffer.repeat_interleave(repeats, dim=0), 0
+            self._own(self.buffer.repeat_interleave(repeats, dim=0))
 
 
 class _StaticLayer(_StateLayer):

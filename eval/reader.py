@@ -61,7 +61,8 @@ class ModelReader:
         ids = torch.tensor([[prompt.ids for prompt in prompts] for prompts in units], device=self.model.device)
         count, questions, length = ids.shape
         shared = length if questions == 1 else min(_shared(rows) for rows in ids)
-        cache, logits = self._read(ids[:, 0, :shared], None)
+        columns = length + max(answer_room(prompt, task, self.tokens) for prompts in units for prompt in prompts)
+        cache, logits = self._read(ids[:, 0, :shared], None, columns)
         if questions == 1:
             return [[text] for text in self._decode([prompts[0] for prompts in units], task, cache, logits)]
         together = min(max(rows_at_once(self.batch, length) // count, 1), questions)
@@ -75,7 +76,7 @@ class ModelReader:
             if group.shape[1] > 1:
                 held.batch_repeat_interleave(group.shape[1])
             prompts = [prompt for unit in units for prompt in unit[first : first + together]]
-            held, logits = self._read(group[:, :, shared:].flatten(0, 1), held)
+            held, logits = self._read(group[:, :, shared:].flatten(0, 1), held, columns)
             texts = self._decode(prompts, task, held, logits)
             for row, unit in enumerate(answered):
                 unit += texts[row * group.shape[1] : (row + 1) * group.shape[1]]
@@ -87,10 +88,12 @@ class ModelReader:
         output = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **known)
         return output[CACHE_ARGUMENT], output.logits[:, -1]
 
-    def _read(self, ids, cache):
-        """[rows, T] -> the cache after them and the logits [rows, vocab] of what follows."""
+    def _read(self, ids, cache, columns):
+        """[rows, T] -> the cache after them, with room for `columns`, and the logits [rows, vocab] of what follows."""
         for part in ids.split(self.chunk, dim=1):
             cache, logits = self._forward(part, cache)
+            if isinstance(cache, HybridCache):
+                cache.reserve(columns)
         return cache, logits
 
     def _decode(self, prompts, task, cache, logits):

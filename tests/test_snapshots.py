@@ -112,6 +112,33 @@ with torch.no_grad():
 """
 
 
+@torch.no_grad()
+def test_questions_about_one_text_copy_no_latents(model):
+    """Going back to a snapshot and on again writes in place unless somebody still reads there; room can be reserved."""
+    cache = HybridCache(model.config)
+    cache.reserve(500)
+    model(tokens(1, 30), **{CACHE: cache})
+    layer = next(i for i, layer in enumerate(cache.layers) if "latents" in layer.tensor_names)
+    address = cache.layers[layer].latents.data_ptr()
+    snapshot = cache.snapshot()
+    kept = snapshot.layers[layer].latents.clone()
+    for seed in (1, 2, 3):
+        model(tokens(1, 8, seed), **{CACHE: cache})
+        assert cache.layers[layer].latents.data_ptr() == address
+        cache.restore(snapshot)
+    for fork in (snapshot.snapshot() for _ in range(2)):  # one after the other, each gone before the next
+        model(tokens(1, 400, 4), **{CACHE: fork})
+        assert fork.layers[layer].latents.data_ptr() == address
+        del fork
+    model(tokens(1, 8, 5), **{CACHE: cache})
+    later = cache.snapshot()
+    read = later.layers[layer].latents.clone()
+    cache.restore(snapshot)
+    model(tokens(1, 8, 6), **{CACHE: cache})  # `later` reads where this writes
+    assert cache.layers[layer].latents.data_ptr() != address
+    assert torch.equal(later.layers[layer].latents, read) and torch.equal(snapshot.layers[layer].latents, kept)
+
+
 def test_a_saved_cache_goes_on_in_another_process(model, data_dir, tmp_path):
     """Fault 49: serialize, load elsewhere, continue: equal."""
     cache, following = filled(model, tokens(2, 33)), tokens(2, 4, 1)
