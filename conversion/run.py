@@ -55,7 +55,7 @@ def convert(
         raise ConversionError(f"workers must be at least 1, not {workers}")
     # killed between the last rename and the end: all that is left is to tidy up
     finished = destination.is_dir() and (work / "state.json").is_file() and not (work / "files").exists()
-    _check_place(source, destination, overwrite or finished)
+    _check_place(source, destination, work, overwrite or finished)
     checkpoint = open_checkpoint(source, allow_pickle, drop_foreign)
     plan = make_plan(checkpoint, target)
     digest, header_bytes = _digest(plan)
@@ -76,28 +76,45 @@ def convert(
         with bar, _pool(workers) as pool:
             for shard in plan.shards:
                 _write_shard(shard, files, pool, bar)
+        if _source_state(checkpoint) != state["source"]:
+            raise ConversionError(f"{source} changed while it was read: delete {work} and start again")
         _finish(checkpoint, plan, side_files, files)
-        _put_in_place(work, destination)
+        _put_in_place(work, destination, overwrite)
     return plan
 
 
 # --- before anything is written --------------------------------------------------------------------------------------
 
 
-def _check_place(source, destination, overwrite):
+def _check_place(source, destination, work, overwrite):
     if not source.is_dir():
         raise ConversionError(f"there is no checkpoint folder {source}")
     real = source.resolve()
-    if real == destination or real in destination.parents or destination in real.parents:
-        raise ConversionError(f"{destination} is {source} or a folder inside it or around it: take another place")
+    for place in (destination, work):
+        if real == place or real in place.parents or place in real.parents:
+            raise ConversionError(f"{place} is {source} or a folder inside it or around it: take another place")
     if destination.exists() and not destination.is_dir():
         raise ConversionError(f"{destination} is a file")
-    if destination.exists() and any(destination.iterdir()) and not overwrite:
+    if destination.is_mount():
+        raise ConversionError(f"{destination} is a mount point, which no rename can replace: take a folder inside it")
+    _check_replaceable(destination, overwrite)
+
+
+def _check_replaceable(destination, overwrite):
+    if not destination.exists() or not any(destination.iterdir()):
+        return
+    if not overwrite:
         raise ConversionError(f"{destination} is there already: --overwrite replaces it when the new one is whole")
+    if not (destination / "config.json").is_file():
+        raise ConversionError(
+            f"{destination} is not a checkpoint (it has no config.json), and --overwrite deletes nothing else: move it "
+            "away, or take another place"
+        )
 
 
 def _source_state(checkpoint: Checkpoint) -> list:
     paths = sorted({stored.source.path for stored in checkpoint.tensors.values()})
+    paths.append(checkpoint.folder / "config.json")
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
 
@@ -238,8 +255,9 @@ def _finish(checkpoint, plan, side_files, files):
         _write_text(files / INDEX, json.dumps(plan.index(), indent=2) + "\n")
 
 
-def _put_in_place(work, destination):
+def _put_in_place(work, destination, overwrite):
     """One rename makes the folder. The leavings of a kill between any two lines are dealt with by the next call."""
+    _check_replaceable(destination, overwrite)  # again: it may have been made in the meantime
     files = work / "files"
     _sync(files)
     if destination.exists():

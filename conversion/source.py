@@ -222,6 +222,9 @@ def read_index(folder: Path) -> dict[str, str] | None:
         raise ConversionError(f"{folder / INDEX} has no weight_map of tensor names to file names")
     if outside := next((name for name in set(weight_map.values()) if Path(name).name != name), None):
         raise ConversionError(f"{INDEX} names {outside!r}, which is not a file of the folder")
+    # else an index could have a torch.save file unpickled that nobody asked for
+    if other := next((name for name in set(weight_map.values()) if not name.endswith(".safetensors")), None):
+        raise ConversionError(f"{INDEX} names {other!r}, which is not a safetensors file")
     return weight_map
 
 
@@ -248,7 +251,7 @@ def weight_files(folder: Path, index: dict[str, str] | None, allow_pickle: bool 
     if not allow_pickle:
         raise ConversionError(
             f"{pickled[0].name} is a torch.save file, and unpickling runs whatever code such a file names: get the "
-            "model as safetensors, or pass --weights-only to read it with torch.load(weights_only=True), which builds "
+            "model as safetensors, or pass --weights-only to kimi-k3 convert: torch.load(weights_only=True) builds "
             "tensors and nothing else"
         )
     return pickled
@@ -300,6 +303,8 @@ def read_safetensors(path: Path) -> Iterator[Stored]:
             )
         end = stop
         yield stored
+    if start + end != path.stat().st_size:
+        raise ConversionError(f"{path} has {path.stat().st_size:,} bytes, and its header describes {start + end:,}")
 
 
 def read_pickle(path: Path) -> Iterator[Stored]:

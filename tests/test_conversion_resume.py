@@ -119,13 +119,13 @@ def test_a_crash_before_every_change_of_the_disk(overwrite, data_dir, tmp_path, 
         for crash in range(1, 200):
             if overwrite:
                 destination.mkdir()
-                (destination / "old").write_text("old")
+                (destination / "config.json").write_text("old")
             calls = crash
             try:
                 convert(source, destination, target, overwrite=overwrite)
             except Crash:
                 if destination.exists():
-                    assert content(destination) in (expected, {"old": b"old"})
+                    assert content(destination) in (expected, {"config.json": b"old"})
                 calls = -1
                 try:
                     convert(source, destination, target, overwrite=overwrite)
@@ -260,6 +260,17 @@ def overlapping(folder):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
+def longer(folder):
+    with (folder / "model-00002-of-00004.safetensors").open("ab") as file:
+        file.write(b"12345678")
+
+
+def pickle_in_index(folder):
+    path = folder / "model-00002-of-00004.safetensors"
+    torch.save(load_file(path), folder / "shard.bin")
+    (folder / INDEX).write_text((folder / INDEX).read_text().replace(path.name, "shard.bin"))
+
+
 def not_json(folder):
     (folder / "config.json").write_text("{")
 
@@ -280,6 +291,8 @@ def not_json(folder):
         (no_section, r"packed experts .* but the config has no quantization_config"),
         (extra, r"layers\.7\.enorm\.weight, which its configuration has no place for"),
         (overlapping, r"in model-00001-of-00004\.safetensors has bytes"),
+        (longer, r"model-00002-of-00004\.safetensors has [\d,]+ bytes, and its header describes"),
+        (pickle_in_index, r"names 'shard\.bin', which is not a safetensors file"),
         (not_json, r"config\.json is not JSON"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -288,10 +301,10 @@ def test_damaged_sources_are_refused_by_name_and_the_target_is_untouched(damage,
     """Fault 115 (the tail of A_log), and every way a download goes wrong."""
     damage(sharded)
     (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "old").write_text("old")
+    (tmp_path / "new" / "config.json").write_text("old")
     with pytest.raises(ConversionError, match=message):
         convert(sharded, tmp_path / "new", overwrite=True)
-    assert content(tmp_path / "new") == {"old": b"old"}
+    assert content(tmp_path / "new") == {"config.json": b"old"}
     assert not (tmp_path / "new.partial").exists()
 
 
@@ -313,6 +326,65 @@ def test_an_existing_target_is_kept_unless_asked(data_dir, tmp_path):
     for place in (source, source / "inside", source.parent):
         with pytest.raises(ConversionError, match="take another place"):
             convert(source, place, overwrite=True)
+
+
+def test_only_checkpoints_are_overwritten(data_dir, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis").write_text("mine")
+    with pytest.raises(ConversionError, match=r"home is not a checkpoint .*move it away"):
+        convert(data_dir / "kimi_linear_flat", tmp_path / "home", overwrite=True)
+    assert content(tmp_path / "home") == {"thesis": b"mine"}
+    assert not (tmp_path / "home.partial").exists()
+
+
+def test_a_target_that_is_made_in_the_meantime_is_kept(data_dir, tmp_path, monkeypatch):
+    source, original = data_dir / "kimi_linear_flat", run_module._finish
+
+    def meanwhile(*args):
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "config.json").write_text("mine")
+        original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "_finish", meanwhile)
+        with pytest.raises(ConversionError, match="is there already: --overwrite"):
+            convert(source, tmp_path / "new")
+    assert content(tmp_path / "new") == {"config.json": b"mine"}
+    convert(source, tmp_path / "new", overwrite=True)
+    assert (tmp_path / "new" / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
+
+
+def test_the_work_folder_may_not_be_the_source(data_dir, tmp_path):
+    """Shards would be written among those that are read."""
+    source = tmp_path / "new.partial" / "files"
+    shutil.copytree(data_dir / "kimi_linear_flat", source)
+    before = content(source)
+    with pytest.raises(ConversionError, match=r"new\.partial is .*files or a folder .*take another place"):
+        convert(source, tmp_path / "new", Target(shard_size=100_000))
+    assert content(source) == before and not (tmp_path / "new").exists()
+
+
+def test_a_mount_point_is_refused_before_the_start(data_dir, tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "disk")
+    with pytest.raises(ConversionError, match=r"disk is a mount point.*take a folder inside it"):
+        convert(data_dir / "kimi_linear_flat", tmp_path / "disk")
+    convert(data_dir / "kimi_linear_flat", tmp_path / "disk" / "new")
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS])
+def test_a_source_that_changes_on_the_way_is_refused(name, data_dir, tmp_path, monkeypatch):
+    source, original = tmp_path / "source", run_module._write_shard
+    shutil.copytree(data_dir / "kimi_linear_flat", source)
+
+    def meanwhile(*args):
+        original(*args)
+        os.utime(source / name, (1, 1))
+
+    monkeypatch.setattr(run_module, "_write_shard", meanwhile)
+    with pytest.raises(ConversionError, match=r"source changed while it was read: delete .*partial"):
+        convert(source, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_too_little_disk_is_refused_before_the_start(data_dir, tmp_path, monkeypatch):
