@@ -225,13 +225,18 @@ def _write_shard(shard: Shard, files: Path, pool: ThreadPoolExecutor, bar) -> No
 def _side_files(checkpoint: Checkpoint, plan: Plan) -> list[Path]:
     """Tokenizer, generation settings and whatever else lies beside the weights, as paths in the folder.
 
-    Code goes along only with the configuration that names it.
+    Code goes along only with a configuration that names it: the model's own, or that of a tokenizer or processor.
     """
     folder, chosen = checkpoint.folder, []
-    for path in sorted([*folder.iterdir(), *folder.glob("kernels/*.py")]):
+    code = plan.config is None or any(
+        '"auto_map"' in path.read_text(encoding="utf-8", errors="replace")
+        for path in folder.glob("*_config.json")
+        if path.name != "generation_config.json"
+    )
+    for path in sorted([*folder.iterdir(), *folder.glob("kernels/*.py"), *folder.glob("additional_chat_templates/*")]):
         if not path.is_file() or path.name in ("config.json", REPORT) or path.name.endswith(_NOT_SIDE_FILES):
             continue
-        if path.stat().st_size > _LARGEST_SIDE_FILE or (path.suffix == ".py" and plan.config is not None):
+        if path.stat().st_size > _LARGEST_SIDE_FILE or (path.suffix == ".py" and not code):
             continue
         chosen.append(path.relative_to(folder))
     return chosen

@@ -194,6 +194,20 @@ def test_code_goes_along_with_the_configuration_that_names_it(data_dir, tmp_path
     assert "auto_map" not in json.loads((tmp_path / "flat" / "config.json").read_text())
 
 
+def test_a_tokenizer_keeps_its_code_whatever_becomes_of_the_model(data_dir, tmp_path):
+    """As in the released folder: the tokenizer's configuration names a file, which imports another one."""
+    source = tmp_path / "source"
+    shutil.copytree(data_dir / "k3_tiny_mxfp4", source)
+    names = {"tokenizer_config.json", "tokenization_kimi.py", "tool_declaration_ts.py", "tiktoken.model"}
+    for name in names:
+        (source / name).write_text('{"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", null]}}')
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    convert(source, tmp_path / "cut", Target(layers=(0, 0)))
+    assert names <= {path.name for path in (tmp_path / "cut").iterdir()}
+    assert (tmp_path / "cut" / "additional_chat_templates" / "tool_use.jinja").exists()
+
+
 @pytest.mark.parametrize("original", [True, False], ids=["released-names", "fused"])
 def test_what_the_native_class_saved_comes_back(original, data_dir, tmp_path):
     from transformers.models.kimi_linear import KimiLinearForCausalLM
