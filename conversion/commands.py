@@ -1,10 +1,12 @@
 """`kimi-k3 convert`, `verify` and `inspect`: arguments and what is printed."""
 
 import argparse
+import contextlib
 import re
 import sys
 from pathlib import Path
 
+from ..cli_tools import number
 from .inventory import table, take_inventory
 from .plan import EXPERTS, LAYOUTS, Target
 from .run import REPORT, convert
@@ -31,6 +33,17 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
+
+
+@contextlib.contextmanager
+def _explained(place: Path, way_on: str = ""):
+    """What the system refuses, and Ctrl-C, as one sentence; `way_on` follows it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConversionError(f"{error.filename or place}: {error.strerror or error}{way_on}") from error
+    except KeyboardInterrupt as error:
+        raise ConversionError(f"interrupted{way_on}") from error
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +74,7 @@ def run_convert(args: argparse.Namespace) -> None:
         experts=args.experts,
         shard_size=args.shard_size,
     )
-    try:
+    with _explained(args.destination, "; the same command continues where this one ended"):
         plan = convert(
             args.source,
             args.destination,
@@ -72,9 +85,6 @@ def run_convert(args: argparse.Namespace) -> None:
             drop_foreign=args.drop_foreign,
             progress=sys.stderr.isatty(),
         )
-    except OSError as error:
-        place = error.filename or args.destination
-        raise ConversionError(f"{place}: {error.strerror}; the same command continues where this one ended") from error
     tensors = sum(len(shard.tensors) for shard in plan.shards)
     print(f"{args.destination}: {tensors:,} tensors, {plan.total_size:,} bytes in {len(plan.shards):,} files")
     if (args.destination / REPORT).is_file():
@@ -87,19 +97,26 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=float, default=0.0, metavar="T", help="largest difference (default: 0)")
     parser.add_argument("--text-only", action="store_true", help="compare the text models only")
     parser.add_argument("--no-logits", action="store_true", help="compare tensors only")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the prompt (default: %(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=number(int, lambda s: 0 <= s < 2**63, "must be a whole number of at least 0"),
+        default=0,
+        metavar="S",
+        help="seed of the prompt (default: %(default)s)",
+    )
 
 
 def run_verify(args: argparse.Namespace) -> None:
-    result = verify(
-        args.a,
-        args.b,
-        tolerance=args.tolerance,
-        text_only=args.text_only,
-        logits=not args.no_logits,
-        seed=args.seed,
-        progress=sys.stderr.isatty(),
-    )
+    with _explained(args.b):
+        result = verify(
+            args.a,
+            args.b,
+            tolerance=args.tolerance,
+            text_only=args.text_only,
+            logits=not args.no_logits,
+            seed=args.seed,
+            progress=sys.stderr.isatty(),
+        )
     print(f"{result.equal:,} tensors are equal")
     if result.close:
         worst = max(result.close, key=result.close.get)
@@ -118,7 +135,9 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_inspect(args: argparse.Namespace) -> None:
-    print(table(take_inventory(args.folder)))
+    with _explained(args.folder):
+        inventory = take_inventory(args.folder)
+    print(table(inventory))
 
 
 # name: (help, declares the arguments, runs)

@@ -51,7 +51,7 @@ class Inventory:
     misshapen: list[str]
     absent: list[str]
     index_only: bool
-    total_size: int | None
+    total_size: float | None
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +104,10 @@ def take_inventory(folder: Path) -> Inventory:
     found: dict[str, tuple] = {}
     index = read_index(folder)
     if index is not None:
-        total_size = (read_json(folder / INDEX).get("metadata") or {}).get("total_size")
+        metadata = read_json(folder / INDEX).get("metadata")
+        total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
+        if not isinstance(total_size, int | float):  # some tools write 1.56e12
+            total_size = None
         files = sorted(set(index.values()))
         absent = [name for name in files if not (folder / name).is_file()]
         index_only = absent == files

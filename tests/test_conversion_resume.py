@@ -449,3 +449,31 @@ def test_commands(data_dir, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["convert", golden, new, "--layers", "x"])
     assert "must be a layer or a range" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["verify", golden, new, "--seed", str(2**70)])
+    assert "must be a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("event", [KeyboardInterrupt(), PermissionError(errno.EACCES, "Permission denied", "shard")])
+@pytest.mark.parametrize("command", ["convert", "verify", "inspect"])
+def test_interruptions_and_refusals_of_the_system_are_one_sentence(
+    command, event, data_dir, tmp_path, monkeypatch, capsys
+):
+    def fail(*args):
+        raise event
+
+    monkeypatch.setattr("kimi_k3.conversion.source.read_header", fail)
+    golden = str(data_dir / "kimi_linear_flat")
+    arguments = {"convert": [golden, str(tmp_path / "new")], "verify": [golden, golden], "inspect": [golden]}
+    assert main([command, *arguments[command]]) == 2
+    sentence = "interrupted" if isinstance(event, KeyboardInterrupt) else "shard: Permission denied"
+    way_on = "; the same command continues where this one ended" if command == "convert" else ""
+    assert capsys.readouterr().err == f"kimi-k3 {command}: {sentence}{way_on}\n"
+
+
+@pytest.mark.parametrize("metadata", [[1], {"total_size": "12"}, None])
+def test_inspect_takes_an_index_without_a_usable_total(metadata, sharded, capsys):
+    index = json.loads((sharded / INDEX).read_text())
+    (sharded / INDEX).write_text(json.dumps(index | {"metadata": metadata}))
+    assert main(["inspect", str(sharded)]) == 0
+    assert "missing: 0" in capsys.readouterr().out
