@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from ..cli_tools import number
+from ..cli_tools import at_least_one, number
 from .inventory import table, take_inventory
 from .plan import EXPERTS, LAYOUTS, Target
 from .run import REPORT, convert
@@ -29,12 +29,6 @@ def byte_size(text: str) -> int:
     return size
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
-
-
 @contextlib.contextmanager
 def _explained(place: Path, way_on: str = ""):
     """What the system refuses, and Ctrl-C, as one sentence; `way_on` follows it."""
@@ -55,9 +49,9 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text-only", action="store_true", help="leave the vision tower and the projector out")
     parser.add_argument("--layers", type=layer_range, metavar="A-B", help="keep these decoder layers, counted from 0")
-    parser.add_argument("--experts", type=positive, metavar="N", help="keep the first N routed experts of a layer")
+    parser.add_argument("--experts", type=at_least_one, metavar="N", help="keep the first N routed experts of a layer")
     parser.add_argument("--shard-size", type=byte_size, default="5GB", metavar="SIZE", help="default: %(default)s")
-    parser.add_argument("--workers", type=positive, metavar="N", help="threads (default: one a core, at most 8)")
+    parser.add_argument("--workers", type=at_least_one, metavar="N", help="threads (default: one a core, at most 8)")
     parser.add_argument("--overwrite", action="store_true", help="replace DST, once the new one is whole")
     parser.add_argument(
         "--weights-only", action="store_true", help="read torch.save files too, tensors and nothing else"

@@ -13,14 +13,14 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from ..configuration_kimi_k3 import KimiK3TextConfig
+from ..configuration_kimi_k3 import KimiK3TextConfig, KimiK3VisionConfig
 from ..kernels.mxfp4 import dequantize_mxfp4
 from ..modeling_kimi_k3 import KimiK3ForCausalLM
 from .source import Checkpoint, ConversionError, Stored, expected_tensors, open_checkpoint, pieces
 from .steps import VALUES
 
-# Fields of a text configuration that do not change what the model computes.
-_NOT_COMPUTED = {"initializer_range", "output_router_logits", "use_cache"}
+# Fields of a configuration that do not change what the model computes.
+_NOT_COMPUTED = {"initializer_range", "output_router_logits", "use_cache", "model_type", "attribute_map"}
 LOGITS_TOKENS = 64
 
 
@@ -67,7 +67,7 @@ def verify(
         raise ConversionError(f"the tolerance must be a number of at least 0, not {tolerance}")
     both = [open_checkpoint(folder) for folder in (a, b)]
     result = Comparison()
-    _compare_configurations(*both, result)
+    _compare_configurations(*both, text_only, result)
     tensors = [_values(checkpoint, text_only) for checkpoint in both]
     for folder, here, there in ((b, *tensors), (a, *reversed(tensors))):
         if lacking := [name for name in here if name not in there]:
@@ -80,11 +80,16 @@ def verify(
     return result
 
 
-def _compare_configurations(a: Checkpoint, b: Checkpoint, result: Comparison) -> None:
-    for name in sorted(set(KimiK3TextConfig.__annotations__) - _NOT_COMPUTED - {"model_type", "attribute_map"}):
-        one, other = (getattr(checkpoint.text_config, name, None) for checkpoint in (a, b))
-        if one != other:
-            result.differences.append(f"{name} is {one!r} in {a.folder} and {other!r} in {b.folder}")
+def _compare_configurations(a: Checkpoint, b: Checkpoint, text_only: bool, result: Comparison) -> None:
+    sections = [(KimiK3TextConfig, a.text_config, b.text_config)]
+    towers = [getattr(checkpoint.config, "vision_config", None) for checkpoint in (a, b)]
+    if not text_only and None not in towers:  # a tower that only one has shows in the tensors
+        sections.append((KimiK3VisionConfig, *towers))
+    for section, *configs in sections:
+        for name in sorted(set(section.__annotations__) - _NOT_COMPUTED):
+            one, other = (getattr(config, name, None) for config in configs)
+            if one != other:
+                result.differences.append(f"{name} is {one!r} in {a.folder} and {other!r} in {b.folder}")
 
 
 _PAIR = re.compile(r"(\.experts\.\d+\.w[123]\.weight)_(packed|scale)$")
@@ -115,6 +120,11 @@ def _read(parts, start, stop):
     return dequantize_mxfp4(*tensors, torch.float64) if len(tensors) == 2 else tensors[0]
 
 
+def _error(one, other):
+    """Absolute differences; there is none between equal infinities, nor between two that are not numbers."""
+    return torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs())
+
+
 def _compare_tensor(name, a, b, tolerance, result):
     shape = _shape(a)
     if shape != _shape(b):
@@ -132,8 +142,7 @@ def _compare_tensor(name, a, b, tolerance, result):
         ):
             continue
         one, other = _read(a, start, stop).double(), _read(b, start, stop).double()
-        both_nan = one.isnan() & other.isnan()
-        error = torch.where((one == other) | both_nan, 0.0, (one - other).abs())
+        error = _error(one, other)
         largest = max(largest, math.inf if error.isnan().any() else error.max().item())
         wrong_zero |= bool((torch.signbit(one) != torch.signbit(other))[(one == 0) & (other == 0)].any())
     if largest == 0 and (not wrong_zero or tolerance > 0):
@@ -159,11 +168,11 @@ def _compare_logits(both, seed, tolerance, result) -> str:
     vocabulary = both[0].text_config.vocab_size
     ids = torch.randint(0, vocabulary, (1, LOGITS_TOKENS), generator=torch.Generator().manual_seed(seed))
     one, other = (_logits(checkpoint, ids) for checkpoint in both)
-    largest = (one - other).abs().max().item()
+    largest = _error(one, other).max().item()
     agree = (one.argmax(-1) == other.argmax(-1)).float().mean().item()
     text = f"{LOGITS_TOKENS} tokens, seed {seed}: largest difference {largest:.3g}, same argmax at {agree:.1%}"
     # Equal weights in different formats take different kernels, whose float32 sums round differently.
-    if tolerance == 0 and not largest <= 1e-3 * max(1.0, one.abs().max().item()):
+    if tolerance == 0 and not largest <= 1e-3 * max(1.0, one.nan_to_num().abs().max().item()):
         result.differences.append(f"the logits of equal weights differ: {text}")
     return text
 

@@ -516,6 +516,29 @@ def test_verify_compares_logits_of_packed_and_plain_experts(data_dir, tmp_path):
     assert result.same and result.equal == 328 and "same argmax at 100.0%" in result.logits
 
 
+def test_verify_compares_the_towers_configurations(data_dir, tmp_path):
+    """The same tensors with other heads are another tower."""
+    golden, other = data_dir / "k3_vision/small_signal", tmp_path / "other"
+    shutil.copytree(golden, other)
+    config = json.loads((golden / "config.json").read_text())
+    config["vision_config"]["vt_num_attention_heads"] = 2
+    (other / "config.json").write_text(json.dumps(config))
+    (difference,) = verify(golden, other, logits=False).differences
+    assert difference.startswith("vt_num_attention_heads is 4 in ")
+    assert verify(golden, other, text_only=True, logits=False).same
+
+
+def test_verify_of_weights_that_are_not_numbers(data_dir, variant):
+    """A folder is the same model as itself, also where its logits are NaN; a NaN in one of two is a difference."""
+
+    def edit(weights):
+        weights["model.norm.weight"][3] = float("nan")
+
+    source = variant("kimi_linear_flat", edit)
+    assert verify(source, source).same
+    assert verify(source, data_dir / "kimi_linear_flat").differences == ["norm.weight differs by up to inf"]
+
+
 def test_verify_wants_both_parts_of_a_multimodal_model(data_dir, tmp_path):
     convert(data_dir / "k3_vision/small_signal", tmp_path / "text", FORMS["flat"])
     result = verify(data_dir / "k3_vision/small_signal", tmp_path / "text", logits=False)
