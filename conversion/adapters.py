@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from .source import ConversionError, read_config, read_json
 
 _EXPERT_FACTOR = re.compile(r"^(.*\.experts)\.(\d+)\.(w[123])\.lora_([AB])\.weight$")
+_OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")
 _EXPERT_MODULE = re.compile(r"experts(\\)?\.\d+(\\)?\.w[123]$")
 _PREFIX = "base_model.model."
 
@@ -37,8 +38,8 @@ def import_expert_loras(source: str | os.PathLike, destination: str | os.PathLik
         base: folder of the model that the adapter belongs to; only its configuration is read.
 
     Raises:
-        ConversionError: for an adapter without expert factors, with half a pair, of a wrong shape, or whose matrices
-            have different ranks or scales in one layer.
+        ConversionError: for an adapter without expert factors, with half a pair, of a wrong shape, of another kind
+            (DoRA), or whose matrices have different ranks or scales in one layer.
     """
     source, destination = Path(source), Path(destination)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -60,6 +61,8 @@ def import_expert_loras(source: str | os.PathLike, destination: str | os.PathLik
             if int(expert) >= experts:
                 raise ConversionError(f"{name}: the model in {base} has {experts} routed experts")
             layers.setdefault(prefix, {})[int(expert), matrix, factor] = tensor
+        elif _OF_AN_EXPERT.search(name):
+            raise ConversionError(f"{name} is not lora_A.weight or lora_B.weight of w1, w2 or w3: only those are read")
         else:
             kept[name] = tensor
     if not layers:

@@ -228,6 +228,11 @@ def _side_files(checkpoint: Checkpoint, plan: Plan) -> list[Path]:
     Code goes along only with a configuration that names it: the model's own, or that of a tokenizer or processor.
     """
     folder, chosen = checkpoint.folder, []
+    if (folder / "adapter_config.json").is_file():
+        raise ConversionError(
+            f"{folder} has an adapter beside its weights (adapter_config.json), which loads with them and is not "
+            "converted: merge it, or move it away"
+        )
     code = plan.config is None or any(
         '"auto_map"' in path.read_text(encoding="utf-8", errors="replace")
         for path in folder.glob("*_config.json")

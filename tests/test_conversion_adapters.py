@@ -13,6 +13,7 @@ from kimi_k3.conversion.adapters import import_expert_loras
 from kimi_k3.training import export_expert_loras, lora_targets
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_ONE = torch.ones(2, 32)
 W1 = "layers.2.block_sparse_moe.experts.3.w1.lora_{}.weight"
 
 
@@ -107,9 +108,17 @@ def test_two_factors_of_gate_and_up_and_experts_that_are_not_adapted(exported, b
             lambda t: t.update({name_of(t, W1.format("A")).replace("experts.3", "experts.9"): torch.ones(2, 32)}),
             r"experts\.9\.w1\.lora_A\.weight: the model in .* has 8 routed experts",
         ),
+        (
+            lambda t: t.update({name_of(t, W1.format("A")).replace("lora_A.weight", "lora_magnitude_vector"): _ONE}),
+            r"experts\.3\.w1\.lora_magnitude_vector is not lora_A\.weight",
+        ),
+        (
+            lambda t: t.update({name_of(t, W1.format("A")).replace(".w1.", ".gate_proj."): _ONE}),
+            r"experts\.3\.gate_proj\.lora_A\.weight is not .* of w1, w2 or w3",
+        ),
         (lambda t: [t.pop(name) for name in list(t) if ".experts." in name], "adapts no routed expert"),
     ],
-    ids=["half", "shape", "rank", "expert", "none"],
+    ids=["half", "shape", "rank", "expert", "dora", "names", "none"],
 )
 def test_adapters_that_do_not_fit_are_refused(change, message, exported, base, tmp_path):
     _, folder = exported

@@ -308,6 +308,14 @@ def test_damaged_sources_are_refused_by_name_and_the_target_is_untouched(damage,
     assert not (tmp_path / "new.partial").exists()
 
 
+def test_an_adapter_beside_the_weights_is_refused(sharded, tmp_path):
+    """Its configuration alone would go along, and the new folder would not load."""
+    (sharded / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConversionError, match=r"has an adapter beside its weights .*merge it"):
+        convert(sharded, tmp_path / "new")
+    assert not (tmp_path / "new.partial").exists()
+
+
 def test_foreign_tensors_can_be_left_out(sharded, data_dir, tmp_path):
     extra(sharded)
     convert(sharded, tmp_path / "new", drop_foreign=True)
