@@ -100,7 +100,7 @@ def take_inventory(folder: Path) -> Inventory:
     expected = {plain_name(name): entry for name, entry in expected_tensors(config).items()}
     # read once: a configuration looks every attribute up in several tables, and there are half a million tensors
     experts, layer_types = text.num_experts or 0, text.layer_types
-    total_size, index_only, absent, misshapen = None, False, [], []
+    total_size, index_only, absent, misshapen, foreign = None, False, [], [], []
     found: dict[str, tuple] = {}
     index = read_index(folder)
     if index is not None:
@@ -119,9 +119,11 @@ def take_inventory(folder: Path) -> Inventory:
         present = {name: file for name, file in index.items() if file not in absent} if absent else index
         for stored in stored_tensors(folder, present):
             for name, part in plain_tensors(stored, experts):
+                if name in found:
+                    foreign.append(f"{stored.name} (there already as {found[name][0]})")
+                    continue
                 found[name] = (stored.name, part.dtype, part.shape)
     parts = defaultdict(Part)
-    foreign = []
     for name, (original, dtype, shape) in found.items():
         if name not in expected:
             foreign.append(original)

@@ -558,11 +558,15 @@ def test_inspect_names_what_is_missing_foreign_or_misshapen(variant):
     def edit(weights):
         del weights["model.norm.weight"]
         weights["model.layers.0.rotary_emb.inv_freq"] = torch.ones(4)
+        weights["model.layers.1.input_layernorm.weight"] = torch.ones(64)
+        weights["language_model.model.layers.1.input_layernorm.weight"] = torch.ones(64)
         weights["lm_head.weight"] = torch.ones(3, 64)
 
     inventory = take_inventory(variant("kimi_linear_flat", edit))
     assert inventory.missing == ["norm.weight"]
-    assert inventory.foreign == ["model.layers.0.rotary_emb.inv_freq"]
+    norm, inverse = "model.layers.1.input_layernorm.weight", "model.layers.0.rotary_emb.inv_freq"
+    twice = {f"{norm} (there already as language_model.{norm})", f"language_model.{norm} (there already as {norm})"}
+    assert inverse in inventory.foreign and len(inventory.foreign) == 2 and twice & set(inventory.foreign)
     assert inventory.misshapen == ["lm_head.weight has shape [3, 64], the configuration asks for [160, 64]"]
 
 
