@@ -7,7 +7,9 @@ from pathlib import Path
 
 from ..checkpoint_kimi_k3 import plain_name
 from .source import (
+    DTYPES,
     INDEX,
+    ITEM_BYTES,
     expected_tensors,
     plain_tensors,
     read_config,
@@ -16,8 +18,6 @@ from .source import (
     stored_tensors,
     without_collector,
 )
-
-_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
 
 
 @dataclass
@@ -129,13 +129,13 @@ def take_inventory(folder: Path) -> Inventory:
             foreign.append(original)
             continue
         wanted_dtype, wanted_shape = expected[name]
-        if (dtype == "U8") != (wanted_dtype == "U8"):
+        if dtype not in DTYPES or (dtype == "U8") != (wanted_dtype == "U8"):
             misshapen.append(f"{original} is {dtype}, the configuration asks for {wanted_dtype}")
         elif shape != wanted_shape and not name.endswith(".A_log"):
             misshapen.append(f"{original} has shape {list(shape)}, the configuration asks for {list(wanted_shape)}")
         part = parts[part_of(name, layer_types)]
         part.tensors += 1
-        part.nbytes += _BYTES[dtype] * math.prod(shape)
+        part.nbytes += ITEM_BYTES[dtype] * math.prod(shape)
         part.parameters += _parameters(name, dtype, shape)
         part.dtypes[dtype] += 1
     return Inventory(

@@ -61,6 +61,10 @@ DTYPES = {
     "F16": torch.float16,
     "U8": torch.uint8,
 }
+# Bytes of a number; the other types of safetensors are known by size alone, for tensors that are left out.
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | dict(
+    I64=8, U64=8, C64=8, I32=4, U32=4, I16=2, U16=2, I8=1, BOOL=1, F8_E4M3=1, F8_E5M2=1
+)
 INDEX = "model.safetensors.index.json"
 # The matrices of an expert that one fused tensor of ours or of transformers holds, in the order of its rows.
 FUSED_EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
@@ -115,7 +119,7 @@ class Stored:
 
     @property
     def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize
+        return ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -290,11 +294,8 @@ def read_safetensors(path: Path) -> Iterator[Stored]:
     source, end = FileBytes(path), 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = entry["data_offsets"]
-        if entry["dtype"] not in DTYPES:
-            raise ConversionError(
-                f"{name} in {path.name} is stored as {entry['dtype']}: only floating-point weights and packed MXFP4 "
-                "experts are read"
-            )
+        if entry["dtype"] not in ITEM_BYTES:
+            raise ConversionError(f"{name} in {path.name} is stored as {entry['dtype']}, which is not known here")
         stored = Stored(name, entry["dtype"], tuple(entry["shape"]), source, start + begin)
         if begin != end or stop - begin != stored.nbytes:
             raise ConversionError(
@@ -380,6 +381,11 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False, drop_
             tensors[name] = part
     _drop_tied_head(tensors, expected)
     foreign = [name for name in tensors if name not in expected]
+    for name, part in tensors.items():
+        if part.dtype not in DTYPES and name in expected:
+            raise ConversionError(
+                f"{part.name} is stored as {part.dtype}: only floating-point weights and packed MXFP4 experts are read"
+            )
     found = {name: (part.name, part.dtype, part.shape) for name, part in tensors.items()}
     try:
         check_tensors(found, expected, "packed" if text_config.expert_quantization else "float")

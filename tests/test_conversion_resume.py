@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from kimi_k3.cli import main
 from kimi_k3.conversion import ConversionError, Target, convert
 from kimi_k3.conversion import run as run_module
+from kimi_k3.conversion.inventory import take_inventory
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MANY = Target(layout="native", expert_dtype="fp32", shard_size=40_000)
@@ -241,9 +242,9 @@ def no_section(folder):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def extra(folder):
+def extra(folder, values=torch.ones(4)):  # noqa: B008
     path = folder / "model-00004-of-00004.safetensors"
-    rewrite(path, lambda tensors: tensors.update({"language_model.model.layers.7.enorm.weight": torch.ones(4)}))
+    rewrite(path, lambda tensors: tensors.update({"language_model.model.layers.7.enorm.weight": values}))
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["language_model.model.layers.7.enorm.weight"] = path.name
     (folder / INDEX).write_text(json.dumps(index))
@@ -316,8 +317,11 @@ def test_an_adapter_beside_the_weights_is_refused(sharded, tmp_path):
     assert not (tmp_path / "new.partial").exists()
 
 
-def test_foreign_tensors_can_be_left_out(sharded, data_dir, tmp_path):
-    extra(sharded)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.float8_e4m3fn], ids=str)
+def test_foreign_tensors_can_be_left_out(dtype, sharded, data_dir, tmp_path):
+    """Of any type: what is left out need not be one that is read."""
+    extra(sharded, torch.ones(4).to(dtype))
+    assert take_inventory(sharded).foreign == ["language_model.model.layers.7.enorm.weight"]
     convert(sharded, tmp_path / "new", drop_foreign=True)
     assert (tmp_path / "new" / WEIGHTS).read_bytes() == (data_dir / "k3_tiny_mxfp4" / WEIGHTS).read_bytes()
 
