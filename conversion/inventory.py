@@ -1,6 +1,7 @@
 """What a checkpoint folder holds, from headers alone: `kimi-k3 inspect`."""
 
 import math
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ class Inventory:
     absent: shards that the index names and the folder lacks.
     index_only: no shard is there; sizes are those that the configuration asks for.
     total_size: as the index says, or None.
+    configured: there is a configuration; without one parts are known by names, and sizes and what is missing are not.
     """
 
     summary: list[str]
@@ -52,6 +54,7 @@ class Inventory:
     absent: list[str]
     index_only: bool
     total_size: float | None
+    configured: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -90,11 +93,14 @@ def take_inventory(folder: Path) -> Inventory:
     """Read a folder's configuration, index and shard headers, and compare them.
 
     A folder with an index and without any shard is answered from the index: names are known, sizes are those that the
-    configuration asks for. If only some shards are there, the tensors of the others are missing.
+    configuration asks for, unknown without one. If only some shards are there, the tensors of the others are missing.
 
     Raises:
-        ConversionError: if there is no configuration that can be read, or a file is broken.
+        ConversionError: if there is no configuration that can be read and more than an index, or a file is broken.
     """
+    if not (folder / "config.json").is_file() and (index := read_index(folder)) is not None:
+        if not any((folder / name).is_file() for name in set(index.values())):
+            return _names_alone(folder, index)
     config = read_config(folder)
     text = config.get_text_config(decoder=True)
     expected = {plain_name(name): entry for name, entry in expected_tensors(config).items()}
@@ -104,10 +110,7 @@ def take_inventory(folder: Path) -> Inventory:
     found: dict[str, tuple] = {}
     index = read_index(folder)
     if index is not None:
-        metadata = read_json(folder / INDEX).get("metadata")
-        total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
-        if not isinstance(total_size, int | float):  # some tools write 1.56e12
-            total_size = None
+        total_size = _total_size(folder)
         files = sorted(set(index.values()))
         absent = [name for name in files if not (folder / name).is_file()]
         index_only = absent == files
@@ -151,6 +154,38 @@ def take_inventory(folder: Path) -> Inventory:
     )
 
 
+def _total_size(folder: Path) -> float | None:
+    metadata = read_json(folder / INDEX).get("metadata")
+    total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return total_size if isinstance(total_size, int | float) else None  # some tools write 1.56e12
+
+
+def _names_alone(folder: Path, index: dict[str, str]) -> Inventory:
+    names = {plain_name(original): original for original in index}
+    kda = {int(name.split(".")[1]) for name in names if re.fullmatch(r"layers\.\d+\.self_attn\.A_log", name)}
+    layers = range(max((int(m[1]) + 1 for m in map(re.compile(r"layers\.(\d+)\.").match, names) if m), default=0))
+    layer_types = ["linear_attention" if layer in kda else "full_attention" for layer in layers]
+    parts = defaultdict(Part)
+    for name in names:
+        whole = re.match(r"(?!layers\.)|layers\.\d+\.\w+\.\w", name)  # else no tensor of this family
+        parts[part_of(name, layer_types) if whole else "norms"].tensors += 1
+    return Inventory(
+        summary=[
+            "no config.json is here: parts are told by names, sizes are not known",
+            f"{len(layers)} layers: {len(kda)} KDA, {len(layers) - len(kda)} others",
+        ],
+        parts={name: parts[name] for name in PARTS if name in parts},
+        tensors=len(names),
+        missing=[],
+        foreign=[],
+        misshapen=[],
+        absent=sorted(set(index.values())),
+        index_only=True,
+        total_size=_total_size(folder),
+        configured=False,
+    )
+
+
 def _parameters(name, dtype, shape):
     """Logical parameters: two to a packed byte, none in a scale."""
     if dtype == "U8":
@@ -185,17 +220,24 @@ def table(inventory: Inventory) -> str:
     rows = [("part", "tensors", "parameters", "bytes", "dtypes")]
     for name, part in inventory.parts.items():
         dtypes = ", ".join(f"{dtype} x {count:,}" for dtype, count in part.dtypes.most_common())
-        rows.append((name, f"{part.tensors:,}", f"{part.parameters:,}", f"{part.nbytes:,}", dtypes))
+        sizes = (f"{part.parameters:,}", f"{part.nbytes:,}") if inventory.configured else ("?", "?")
+        rows.append((name, f"{part.tensors:,}", *sizes, dtypes))
     counts = [
         sum(getattr(part, kind) for part in inventory.parts.values()) for kind in ("tensors", "parameters", "nbytes")
     ]
-    rows.append(("sum", *(f"{count:,}" for count in counts), ""))
+    if not inventory.configured:
+        size = "?" if inventory.total_size is None else f"{inventory.total_size:,}"
+        rows.append(("sum", f"{counts[0]:,}", "?", size, "as the index says" if size != "?" else ""))
+    else:
+        rows.append(("sum", *(f"{count:,}" for count in counts), ""))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = [*inventory.summary, ""]
     for name, *numbers, dtypes in rows:
         cells = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
         lines.append("  ".join([*cells, dtypes]).rstrip())
     lines.append("")
+    if not inventory.configured:
+        return "\n".join(lines[:-1])
     if inventory.index_only:
         lines.append("only the index is here, no shard: sizes and dtypes are those that the configuration asks for")
     elif inventory.absent:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.conversion import ConversionError, Target, convert, open_checkpoint
-from kimi_k3.conversion.inventory import take_inventory
+from kimi_k3.conversion.inventory import table, take_inventory
 from kimi_k3.conversion.source import PIECE, FileBytes
 from kimi_k3.conversion.verify import verify
 from kimi_k3.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
@@ -583,3 +583,10 @@ def test_inspect_of_the_released_model_from_its_index(released_table, data_dir, 
     assert inventory.nbytes == inventory.total_size
     assert sum(part.parameters for part in inventory.parts.values()) == 2_779_931_837_184
     assert not inventory.missing and not inventory.foreign
+    counts = {name: part.tensors for name, part in inventory.parts.items()}
+    (tmp_path / "config.json").unlink()  # the index and nothing else: the same parts, without sizes
+    alone = take_inventory(tmp_path)
+    assert {name: part.tensors for name, part in alone.parts.items()} == counts
+    assert "93 layers: 69 KDA, 24 others" in table(alone) and "1,560,860,324,864  as the index says" in table(alone)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"layers.x": "a.safetensors", "head": "a.safetensors"}}))
+    assert "?" in table(take_inventory(tmp_path))
