@@ -63,12 +63,6 @@ def norm_backward_kernel(
     tl.store(d_weight + program * D + c, weight_sum, mask=c < D)
 
 
-def _rows(x):
-    """[n, D] with columns side by side."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 or x.shape[-1] == 1 else rows.contiguous()
-
-
 def _blocks(width: int) -> tuple[int, int, int]:
     """Columns, rows and warps of a program."""
     columns = triton.next_power_of_2(width)
@@ -79,7 +73,7 @@ def forward(x, gate, weight, eps, dtype):
     """x and gate (None for the plain norm) [..., D], weight [D] -> [..., D] of `dtype`."""
     out = torch.empty(x.shape, device=x.device, dtype=dtype)
     columns, block, warps = _blocks(x.shape[-1])
-    rows, gates = _rows(x), None if gate is None else _rows(gate)
+    rows, gates = tools.rows(x), None if gate is None else tools.rows(gate)
     norm_kernel[(triton.cdiv(len(rows), block),)](
         rows, gates, weight, out, len(rows), rows.stride(0), 0 if gate is None else gates.stride(0), eps,
         x.shape[-1], columns, block, gate is not None, tools.USE_PTX, num_warps=warps,
@@ -90,7 +84,7 @@ def forward(x, gate, weight, eps, dtype):
 def backward(x, gate, weight, eps, d_out):
     """-> gradients of x, gate (None without) and weight; d_out contiguous."""
     columns, block, warps = _blocks(x.shape[-1])
-    rows, gates = _rows(x), None if gate is None else _rows(gate)
+    rows, gates = tools.rows(x), None if gate is None else tools.rows(gate)
     programs = min(triton.cdiv(len(rows), block), 4 * tools.multiprocessors(x.device))
     dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     d_gate = None if gate is None else torch.empty(gate.shape, device=x.device, dtype=gate.dtype)

@@ -57,13 +57,8 @@ def glu_backward_kernel(
     tl.store(d_up + at, (capped * share * d_b * upper).to(d_up.dtype.element_ty), mask=inside)
 
 
-def _rows(x):
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
 def _launch(kernel, gate, up, beta, linear_beta, *results):
-    gates, ups = _rows(gate), _rows(up)
+    gates, ups = tools.rows(gate), tools.rows(up)
     kernel[(len(gates) * triton.cdiv(gate.shape[-1], BLOCK),)](
         gates, ups, *results, gates.stride(0), ups.stride(0), beta or 1.0, linear_beta or 1.0,
         gate.shape[-1], BLOCK, beta is not None, linear_beta is not None, tools.USE_PTX, num_warps=4,

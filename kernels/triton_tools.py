@@ -62,6 +62,12 @@ def shared_bytes(device: torch.device) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """[n, D] with columns side by side, a view of x [..., D] where there is one."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 or x.shape[-1] == 1 else flat.contiguous()
+
+
 def block(size: int) -> int:
     """Smallest power of two that holds `size` and that a tensor core product accepts."""
     return max(16, triton.next_power_of_2(size))
