@@ -8,46 +8,9 @@ from torch.nn.utils import parametrize
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kimi_k3 import KimiK3TextConfig
-from kimi_k3.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from kimi_k3.kernels.mxfp4 import quantize_mxfp4
+from kimi_k3.training.qat import mxfp4
 
-# The `quantization_config` of the released checkpoint.
-MXFP4_CONFIG = {
-    "config_groups": {
-        "group_0": {
-            "format": "mxfp4-pack-quantized",
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": 32,
-                "num_bits": 4,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "scale_dtype": "torch.uint8",
-                "strategy": "group",
-                "symmetric": True,
-                "type": "float",
-                "zp_dtype": None,
-            },
-        }
-    },
-    "format": "mxfp4-pack-quantized",
-    "global_compression_ratio": None,
-    "ignore": [
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-        "re:.*lm_head.*",
-        "re:.*vision_tower.*",
-        "re:.*mm_projector.*",
-    ],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-}
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 # Vectors and the like: weight decay would pull them away from values that mean something.
 NOT_DECAYED = ("norm", "conv1d", "A_log", "dt_bias", "bias", "res_proj", "embed_tokens")
@@ -134,8 +97,7 @@ class RoundToMXFP4(nn.Module):
     """The forward pass sees weights rounded to MXFP4, the gradient passes straight through to the master weights."""
 
     def forward(self, weight):
-        rounded = dequantize_mxfp4(*quantize_mxfp4(weight.detach()), dtype=weight.dtype)
-        return weight + (rounded - weight).detach()
+        return mxfp4(weight)
 
 
 def round_experts(model):

@@ -34,12 +34,12 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from kimi_k3 import KimiK3ForCausalLM
+from kimi_k3.conversion.plan import MXFP4_SECTION
 from kimi_k3.training.balancing import QuantileBalancer
 from kimi_k3.training.corpus import SEPARATOR
 from kimi_k3.training.small_data import ANSWER_WEIGHT, RECALL_SHARE, Corpus, StepBatches
 from kimi_k3.training.small_eval import RECALL_TASKS, autocast, evaluate
 from kimi_k3.training.small_model import (
-    MXFP4_CONFIG,
     experts_rounded,
     master_state,
     packed_state,
@@ -249,7 +249,7 @@ def train(options, tokenizer, corpus, held_out):
 
 def export(model, tokenizer, options):
     """Saves the packed checkpoint into `options.out` and returns it as loaded again from there."""
-    config = small_config(tokenizer, **options.config, quantization_config=MXFP4_CONFIG)
+    config = small_config(tokenizer, **options.config, quantization_config=MXFP4_SECTION)
     packed = KimiK3ForCausalLM.from_pretrained(
         None, config=config, state_dict=packed_state(model), dtype=torch.bfloat16
     )
