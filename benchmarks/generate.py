@@ -22,7 +22,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kda import copy_bytes_per_ms, facts
+from kda import copy_bytes_per_ms, facts, record
 from layers import flops_per_ms
 
 import kimi_k3
@@ -186,11 +186,7 @@ def main():
             for case, ours, peer, least, extra in cases(
                 name, config, lambda text: args.only in text, not args.no_peer, bandwidth, flops
             ):
-                line = {"case": case, "ours_ms": round(ours, 3), "peer": whose, "peer_ms": peer and round(peer, 3),
-                        "roofline_ms": round(least, 3), **extra, **shared}  # fmt: skip
-                print(f"{case:35s} ours {ours:8.3f}  peer {peer or float('nan'):8.3f}  least {least:7.3f}", flush=True)
-                with args.out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                record(args.out, case, ours, whose, peer, least, extra, shared, digits=3)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,19 @@ def facts() -> dict[str, str]:
     }
 
 
+def record(file: Path, case: str, ours: float, whose: str, peer: float | None, least: float, extra: dict, shared: dict,
+           digits=4):  # fmt: skip
+    """Print a case and append its line to `file`; milliseconds, rounded to `digits`."""
+    line = {"case": case, "ours_ms": round(ours, digits), "peer": whose, "peer_ms": peer and round(peer, digits),
+            "roofline_ms": round(least, digits), **extra, **shared}  # fmt: skip
+    print(
+        f"{case:45s} ours {ours:8.4f}  peer {peer or float('nan'):8.4f}  least {least:7.4f}  {extra or ''}".rstrip(),
+        flush=True,
+    )
+    with file.open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
+
+
 def copy_bytes_per_ms() -> float:
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
@@ -218,11 +231,7 @@ def main():
     args.out.parent.mkdir(exist_ok=True)
     for cases in (forward_cases, training_cases, decode_cases):
         for case, ours, peer, least, extra in cases(lambda name: args.only in name, not args.no_peer, bandwidth):
-            line = {"case": case, "ours_ms": round(ours, 4), "peer": PEER, "peer_ms": peer and round(peer, 4),
-                    "roofline_ms": round(least, 4), **extra, **shared}  # fmt: skip
-            print(f"{case:45s} ours {ours:8.4f}  peer {peer or float('nan'):8.4f}  least {least:7.4f}  {extra}")
-            with args.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            record(args.out, case, ours, PEER, peer, least, extra, shared)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kda import copy_bytes_per_ms, facts, median_ms, replay_ms
+from kda import copy_bytes_per_ms, facts, median_ms, record, replay_ms
 
 from kimi_k3.kernels import attn_res, experts, mla_decode, mxfp4
 from kimi_k3.layers_kimi_k3 import eager_attention_forward
@@ -146,11 +146,7 @@ def main():
     for name, cases in {"attnres": attnres_cases, "experts": expert_cases, "mla": mla_cases}.items():
         if args.only in (None, name):
             for case, ours, peer, whose, least in cases(not args.no_peer, bandwidth, flops):
-                line = {"case": case, "ours_ms": round(ours, 4), "peer": whose, "peer_ms": peer and round(peer, 4),
-                        "roofline_ms": round(least, 4), **shared}  # fmt: skip
-                print(f"{case:45s} ours {ours:8.4f}  peer {peer or float('nan'):8.4f}  least {least:7.4f}", flush=True)
-                with args.out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                record(args.out, case, ours, whose, peer, least, {}, shared)
 
 
 if __name__ == "__main__":
