@@ -432,8 +432,8 @@ class KimiK3Experts(nn.Module):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """[T, D] -> [T, D] float32, combined with the float32 routing weights.
 
-        The Triton kernels where they run; where they do not, transformers' grouped matrix product for graphs and for
-        training on a GPU, because the reference counts tokens on the host.
+        The Triton kernels where they run; where they do not, a grouped matrix product for training on a GPU, and
+        transformers' for graphs and expert parallelism, because the reference counts tokens on the host.
         """
         weights = self.gate_up_proj, self.down_proj
         # Expert parallelism marks the tokens of other processes with numbers past the last expert.
@@ -441,6 +441,8 @@ class KimiK3Experts(nn.Module):
             out = fused_experts(self.config, hidden_states, top_k_index, top_k_weights, *weights, None)
             if out is not None:
                 return out
+            if not torch.compiler.is_compiling() and experts_op.groups_on_device(hidden_states, *weights):
+                return experts_op.sorted_experts(hidden_states, top_k_index, top_k_weights, *weights, self._apply_gate)
         if torch.compiler.is_compiling() or experts_op.groups_on_device(hidden_states, *weights):
             return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         # unbind once: indexing a parameter for every expert would make a full-size gradient for each of them
