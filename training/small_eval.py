@@ -1,4 +1,4 @@
-"""Measures the small checkpoint: bits per byte of held-out text, and recall of a hidden number by length of the text.
+"""Measures the small checkpoint: bits per byte of held-out text, and recall by length and by number of keys.
 
 python training/small_eval.py --data .data --checkpoint checkpoints/small
 """
@@ -6,6 +6,7 @@ python training/small_eval.py --data .data --checkpoint checkpoints/small
 import argparse
 import json
 import math
+import random
 from pathlib import Path
 
 import torch
@@ -14,16 +15,13 @@ import torch.nn.functional as F
 from kimi_k3.eval import TASKS, ModelReader, Tokens, open_haystack
 from kimi_k3.eval.suite import Unit
 from kimi_k3.training.small_data import Corpus
-from kimi_k3.training.small_model import rounding_once
+from kimi_k3.training.small_episodes import END, NEEDLE, Script
 
-TOKENS_AT_ONCE = 32_768
+TOKENS_AT_ONCE = 65_536
 # name in the report: task of the recall suite
-RECALL_TASKS = {"recall_only_fact": "fact", "recall_among_three": "fact_among_three"}
-
-
-def autocast(device):
-    """bfloat16 on a GPU; the CPU computes in the weights' own type."""
-    return torch.autocast("cuda", dtype=torch.bfloat16, enabled=device.type == "cuda")
+RECALL_TASKS = {"recall_only_fact": "fact", "recall_among_three": "fact_among_three", "recall_multikey": "multikey"}
+KEYS = (1, 3, 10, 30)  # needles in a text, for recall by number of keys
+ASKED = 10  # of them, at most
 
 
 @torch.no_grad()
@@ -31,8 +29,7 @@ def predict(model, ids):
     """Yields (rows, logits [.., T, vocab] of the next tokens) for chunks of ids [rows, T] that fit into memory."""
     device = next(model.parameters()).device
     for rows in ids.to(device).split(max(TOKENS_AT_ONCE // ids.shape[1], 1)):
-        with autocast(device):
-            yield rows, model(input_ids=rows, use_cache=False).logits.float()
+        yield rows, model(input_ids=rows, use_cache=False).logits
 
 
 def bits_per_byte(model, corpus, context, most_windows=None):
@@ -50,7 +47,7 @@ def bits_per_byte(model, corpus, context, most_windows=None):
         bits, seen = 0.0, 0
         for rows, logits in predict(model, windows):
             targets = rows[:, 1:]
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="none")
+            loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), targets.flatten(), reduction="none")
             lengths = byte_lengths[targets.flatten()]
             bits += loss[lengths > 0].double().sum().item() / math.log(2)
             seen += lengths.sum().item()
@@ -69,13 +66,12 @@ def recall(model, corpus, context, count, task, seed=1):
     reader = ModelReader(model, tokens)
     at_once = reader.units_at_once(context, len(texts[0]))
     fifths = [[] for _ in range(5)]
-    with autocast(model.device):
-        for first in range(0, len(texts), at_once):
-            batch = texts[first : first + at_once]
-            for prompts, answers in zip(batch, reader.answers(TASKS[task], batch), strict=True):
-                for prompt, answer in zip(prompts, answers, strict=True):
-                    score = TASKS[task].score(answer, prompt.question.answers)
-                    fifths[min(int(prompt.question.depth * 5), 4)].append(score)
+    for first in range(0, len(texts), at_once):
+        batch = texts[first : first + at_once]
+        for prompts, answers in zip(batch, reader.answers(TASKS[task], batch), strict=True):
+            for prompt, answer in zip(prompts, answers, strict=True):
+                score = TASKS[task].score(answer, prompt.question.answers)
+                fifths[min(int(prompt.question.depth * 5), 4)].append(score)
     scores = [score for fifth in fifths for score in fifth]
     return {
         "accuracy": sum(scores) / len(scores),
@@ -83,21 +79,75 @@ def recall(model, corpus, context, count, task, seed=1):
     }
 
 
-def evaluate(model, corpus, contexts, count, bits_context=1024, most_windows=None):
-    """All measurements as a dict that JSON can hold; leaves the model in the mode it was in."""
+def needles_row(rng, corpus, length, keys):
+    """(ids [length], [question of every token, -1 outside of answers]): needles in held-out text, then questions.
+
+    Keys are two words that no episode of the training has; values are numbers of seven digits.
+    """
+    vocabulary = corpus.vocabulary
+    values = {key: vocabulary.draw(rng, "seven_digits") for key in vocabulary.distinct(rng, "two_words", keys)}
+    facts = [NEEDLE.format(kind="number", key=key, value=value) for key, value in values.items()]
+    ids, questions = [], []
+    for question, key in enumerate(rng.sample(list(values), min(keys, ASKED))):
+        script = Script()
+        script.say(
+            f"\nWhat is the special magic number for {key} mentioned in the provided text? "
+            f"The special magic number for {key} mentioned in the provided text is"
+        )
+        script.answer(f" {values[key]}.{END}")
+        more, weights = script.encode(corpus.backend)
+        ids += more
+        questions += [question if weight else -1 for weight in weights]
+    text = corpus.document(rng, length - len(ids), facts, sorted(rng.random() for _ in facts))
+    return text + ids, [-1] * len(text) + questions
+
+
+def recall_by_keys(model, corpus, length, keys, texts, seed=1):
+    """Share of the questions answered without a mistake: {"exact": share, "questions": their number}.
+
+    The text is read once with the right answers behind their questions; an answer counts if every one of its tokens is
+    the most probable one, which is when greedy decoding would have written it.
+    """
+    rng = random.Random(f"{seed}/{length}/{keys}")
+    rows = [needles_row(rng, corpus, length, keys) for _ in range(texts)]
+    ids = torch.tensor([row for row, _ in rows])
+    asked = torch.tensor([questions for _, questions in rows])[:, 1:]
+    right = torch.cat([logits[:, :-1].argmax(-1).eq(part[:, 1:]).cpu() for part, logits in predict(model, ids)])
+    exact = [
+        right[row][asked[row] == question].all().item()
+        for row in range(texts)
+        for question in range(int(asked[row].max()) + 1)
+    ]
+    return {"exact": sum(exact) / len(exact), "questions": len(exact)}
+
+
+def evaluate(model, corpus, lengths, texts, bits_context=1024, most_windows=None):
+    """Bits per byte, and recall by number of keys at each length; leaves the model in the mode it was in."""
     was_training = model.training
     model.eval()
     longest = min(len(stream) for stream in corpus.streams.values()) - 1
-    with rounding_once(model):
-        results = {
-            "bits_per_byte": bits_per_byte(model, corpus, min(bits_context, longest), most_windows),
-            **{
-                name: {str(length): recall(model, corpus, length, count, task) for length in contexts}
-                for name, task in RECALL_TASKS.items()
-            },
-        }
+    results = {
+        "bits_per_byte": bits_per_byte(model, corpus, min(bits_context, longest), most_windows),
+        "recall_by_keys": {
+            str(length): {str(keys): recall_by_keys(model, corpus, length, keys, texts) for keys in fitting(length)}
+            for length in lengths
+        },
+    }
     model.train(was_training)
     return results
+
+
+def fitting(length):
+    """The numbers of keys whose needles and questions fit into `length` tokens."""
+    return [keys for keys in KEYS if 60 * keys + 110 * min(keys, ASKED) <= length]
+
+
+def evaluate_suite(model, corpus, lengths, count):
+    """Tasks of the recall suite, answered by generation: {name: {length: result of `recall`}}."""
+    return {
+        name: {str(length): recall(model, corpus, length, count, task) for length in lengths}
+        for name, task in RECALL_TASKS.items()
+    }
 
 
 def main():
@@ -109,13 +159,15 @@ def main():
     parser.add_argument("--data", type=Path, required=True, help="folder with valid.txt and corpus.json")
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--contexts", type=int, nargs="*", default=[1024, 2048], help="lengths for recall")
-    parser.add_argument("--count", type=int, default=50, help="questions at each length")
+    parser.add_argument("--count", type=int, default=20, help="texts at each length and number of keys")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
     model = KimiK3ForCausalLM.from_pretrained(arguments.checkpoint, dtype="auto").to(arguments.device)
     corpus = Corpus(arguments.data, "valid", tokenizer)
-    print(json.dumps(evaluate(model, corpus, arguments.contexts, arguments.count), indent=1))
+    results = evaluate(model, corpus, arguments.contexts, arguments.count)
+    results |= evaluate_suite(model, corpus, arguments.contexts, arguments.count)
+    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

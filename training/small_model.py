@@ -1,19 +1,12 @@
-"""What the small checkpoint needs beside the model: its shape, MXFP4 rounding and the packed copy."""
-
-import contextlib
+"""What the small checkpoint needs beside the model: its shape, the copy that computes, and the packed copy."""
 
 import torch
-from torch import nn
-from torch.nn.utils import parametrize
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from kimi_k3 import KimiK3TextConfig
+from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.kernels.mxfp4 import quantize_mxfp4
 from kimi_k3.training.qat import mxfp4
 
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
-# Vectors and the like: weight decay would pull them away from values that mean something.
-NOT_DECAYED = ("norm", "conv1d", "A_log", "dt_bias", "bias", "res_proj", "embed_tokens")
 
 
 def small_config(tokenizer, **changes):
@@ -26,15 +19,15 @@ def small_config(tokenizer, **changes):
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "q_lora_rank": 96,
-        "kv_lora_rank": 64,
-        "qk_nope_head_dim": 32,
+        "kv_lora_rank": 96,
+        "qk_nope_head_dim": 48,
         "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
+        "v_head_dim": 64,
         "linear_attn_config": {
             "full_attn_layers": [4, 8],
             "kda_layers": [1, 2, 3, 5, 6, 7],
             "head_dim": 64,
-            "num_heads": 3,
+            "num_heads": 4,  # as many as MLA has: llama.cpp knows one number of heads
             "short_conv_kernel_size": 4,
             "use_full_rank_gate": True,
             "gate_lower_bound": -5.0,
@@ -55,79 +48,64 @@ def small_config(tokenizer, **changes):
     return KimiK3TextConfig(**{**settings, **changes})
 
 
-def padded_experts(experts, x, expert_ids, expert_weights):
-    """Routed experts as two batched products over rows padded to the fullest expert.
+def is_expert(name):
+    return name.endswith(tuple(f".experts.{weight}" for weight in EXPERT_WEIGHTS))
 
-    A third of the launches of a loop over experts, which is what a small model on a GPU waits for. Wasteful when the
-    load is uneven; Quantile Balancing keeps it even. Arguments and result as `KimiK3Experts.forward`.
+
+class MixedPrecision:
+    """float32 weights that the optimizer moves, and a model in `dtype` that computes with them.
+
+    Gradients of several backward passes are added in float32. The routed experts of the computing model can be rounded
+    to MXFP4 (`rounded`): the gradient then passes straight through to the unrounded weights.
+
+    Attributes:
+        master: the model whose parameters are to be optimized; it never runs.
+        model: the model that runs. Buffers, the router's selection biases among them, are its own.
     """
-    tokens, top_k = expert_ids.shape
-    flat = expert_ids.flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=experts.num_experts)
-    capacity = int(counts.max())
-    first = counts.cumsum(0) - counts
-    slots = torch.empty_like(flat)
-    slots[order] = flat[order] * capacity + torch.arange(len(flat), device=flat.device) - first[flat[order]]
-    rows = x.new_zeros(experts.num_experts * capacity, x.shape[-1])
-    rows = rows.index_copy(0, slots, x.repeat_interleave(top_k, dim=0)).view(experts.num_experts, capacity, -1)
-    hidden = experts._apply_gate(torch.bmm(rows, experts.gate_up_proj.transpose(1, 2)))
-    results = torch.bmm(hidden, experts.down_proj.transpose(1, 2)).flatten(0, 1)[slots]
-    return (results.view(tokens, top_k, -1).float() * expert_weights[..., None]).sum(1)
+
+    def __init__(self, master, dtype):
+        self.master, self.rounded = master, False
+        kept = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)  # what the model keeps in float32 stays so
+        try:
+            with torch.device(next(master.parameters()).device):
+                self.model = KimiK3ForCausalLM(master.config)
+        finally:
+            torch.set_default_dtype(kept)
+        self.model.load_state_dict(master.state_dict())
+        self.names = [name for name, _ in master.named_parameters()]
+        self.masters, self.copies = list(master.parameters()), list(self.model.parameters())
+
+    @torch.no_grad()
+    def take_gradients(self):
+        """Adds the computing model's gradients to those of the float32 weights."""
+        fresh = [(weight, copy.grad) for weight, copy in zip(self.masters, self.copies, strict=True)]
+        for weight, gradient in fresh:
+            if gradient is not None and weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        weights, gradients = zip(*((w.grad, g) for w, g in fresh if g is not None), strict=True)
+        torch._foreach_add_(weights, gradients)
+        self.model.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def give_weights(self):
+        """Copies the float32 weights into the model that computes."""
+        values = self.masters
+        if self.rounded:
+            values = [mxfp4(w) if is_expert(name) else w for name, w in zip(self.names, self.masters, strict=True)]
+        torch._foreach_copy_(self.copies, values)
+
+    def state(self):
+        """The whole model in float32: weights of the optimizer, buffers of the model that computes."""
+        return {**self.model.state_dict(), **dict(self.master.named_parameters())}
 
 
-ALL_EXPERTS_FUNCTIONS.register("padded_bmm", padded_experts)
-
-
-def moe_layers(model):
-    return [layer.block_sparse_moe for layer in model.model.layers if hasattr(layer, "block_sparse_moe")]
-
-
-def parameter_groups(model, weight_decay):
-    """Groups for AdamW: matrices are decayed, everything else is not."""
-    decayed, kept = [], []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            is_matrix = parameter.ndim >= 2 and not any(part in name for part in NOT_DECAYED)
-            (decayed if is_matrix else kept).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-
-
-class RoundToMXFP4(nn.Module):
-    """The forward pass sees weights rounded to MXFP4, the gradient passes straight through to the master weights."""
-
-    def forward(self, weight):
-        return mxfp4(weight)
-
-
-def round_experts(model):
-    """Puts every routed expert weight through RoundToMXFP4. The parameters themselves stay the optimizer's."""
-    for layer in moe_layers(model):
-        for name in EXPERT_WEIGHTS:
-            parametrize.register_parametrization(layer.experts, name, RoundToMXFP4())
-
-
-def experts_rounded(model):
-    return any(parametrize.is_parametrized(layer.experts) for layer in moe_layers(model))
-
-
-def rounding_once(model):
-    """Context in which rounded weights are computed once and not at every access."""
-    return parametrize.cached() if experts_rounded(model) else contextlib.nullcontext()
-
-
-def master_state(model):
-    """state_dict under the names of a model without parametrizations."""
-    state = model.state_dict()
-    return {name.replace("parametrizations.", "").removesuffix(".original"): state[name] for name in state}
-
-
-def packed_state(model):
+def packed_state(state):
     """State of the packed model: routed experts as MXFP4 codes and scales, the rest as it is."""
-    state = {}
-    for name, tensor in master_state(model).items():
-        if name.endswith(tuple(f".experts.{weight}" for weight in EXPERT_WEIGHTS)):
-            state[f"{name}_packed"], state[f"{name}_scale"] = quantize_mxfp4(tensor)
+    packed = {}
+    for name, tensor in state.items():
+        if is_expert(name):
+            packed[f"{name}_packed"], packed[f"{name}_scale"] = quantize_mxfp4(tensor.detach())
         else:
-            state[name] = tensor
-    return state
+            packed[name] = tensor.detach()
+    return packed

@@ -1,17 +1,20 @@
-"""Trains the small checkpoint: a K3-shaped model of 11 MB that writes prose and recalls facts from a long text.
+"""Trains the small checkpoint: a K3-shaped model that writes prose and recalls facts from a long text.
 
     python training/corpus.py --out .data                            # the text
     python training/tokenizer.py --data .data                        # the tokenizer
-    python training/train_small.py --data .data --out checkpoints/small --time-limit 1200
+    python training/train_small.py --data .data --out checkpoints/small --time-limit 420
 
 What happens in a run:
 
-* Half of the windows are plain text, the others ask for facts hidden in text (see small_data.py).
-* AdamW, cosine schedule, float32 master weights, bfloat16 compute on a GPU. Router balance by Quantile Balancing.
-* Windows have 256 tokens for the first 40% of the steps, 1024 after that and 2048 for the last 15%, always as many
-  tokens in a step: recall is learned where facts are near and stretched from there.
-* For the last 40% of the steps routed experts are rounded to MXFP4 in the forward pass.
-* State is saved every minute into `--run`. The same command continues a run that was stopped, on the same curve.
+* A third of the windows is plain text, the others are recall episodes (small_episodes.py): only answers count there.
+* Windows grow from 256 to 8192 tokens in the stages of `STAGES`, always as many tokens in a step: what is bound to what
+  is learned where facts and questions are dense and near, and stretched from there.
+* Per-head Muon, a constant rate that then falls linearly, float32 weights and bfloat16 compute on a GPU. Router balance
+  by Quantile Balancing. From `ROUNDED_FROM` on routed experts are rounded to MXFP4 in the forward pass.
+* Everything follows from the share of the run that is done: of `--steps`, or of the seconds that `--time-limit` leaves
+  after the start and before the last measurements. So every stage is reached, however fast the machine is.
+* State is saved every minute into `--run`. The same command continues a run that was stopped: with `--steps` on the
+  same curve, with `--time-limit` for the training seconds that were left.
 * At the end the experts are packed to MXFP4, the rest is rounded to bfloat16, the folder is saved, loaded again and
   measured, and training_report.json, loss.png and sample.txt (held-out text) are written beside it.
 """
@@ -22,7 +25,6 @@ import json
 import math
 import os
 import platform
-import statistics
 import time
 from pathlib import Path
 
@@ -37,221 +39,229 @@ from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.conversion.plan import MXFP4_SECTION
 from kimi_k3.training.balancing import QuantileBalancer
 from kimi_k3.training.corpus import SEPARATOR
-from kimi_k3.training.small_data import ANSWER_WEIGHT, RECALL_SHARE, Corpus, StepBatches
-from kimi_k3.training.small_eval import RECALL_TASKS, autocast, evaluate
-from kimi_k3.training.small_model import (
-    experts_rounded,
-    master_state,
-    packed_state,
-    parameter_groups,
-    round_experts,
-    rounding_once,
-    small_config,
-)
+from kimi_k3.training.muon import PerHeadMuon, muon_groups
+from kimi_k3.training.small_data import RECALL_SHARE, Corpus, StepBatches
+from kimi_k3.training.small_episodes import ANSWER_WEIGHT
+from kimi_k3.training.small_eval import evaluate, evaluate_suite
+from kimi_k3.training.small_model import MixedPrecision, packed_state, small_config
 from kimi_k3.training.tokenizer import save_tokenizer
 
-ROUNDED_FROM = 0.6  # share of the steps after which experts are rounded to MXFP4
-BRIEF_UNTIL = 0.4  # share of the steps until which windows are a quarter as long: recall is learned from near facts
-LONG_FROM = 0.85  # share of the steps after which windows are LONG_FACTOR times as long
-LONG_FACTOR = 2
-WARMUP = 0.02
-BETAS = (0.9, 0.95)
+# (share of the run from which on, tokens in a window, share of the lists whose keys and values are single tokens)
+STAGES = ((0.0, 256, 0.6), (0.12, 256, 0.2), (0.3, 1024, 0.1), (0.55, 4096, 0.1), (0.8, 8192, 0.1))
+ROUNDED_FROM = 0.7  # share of the run after which experts are rounded to MXFP4
+WARMUP, CONSTANT_UNTIL, LAST_RATE = 0.02, 0.4, 0.02
 MAX_GRAD_NORM = 1.0
 SECONDS_BETWEEN_SAVES = 60
+ENDLESS = 10**9
 LONGEST_SAMPLE = 36_000  # characters
 
 
-class Plan:
-    """What is done at which step; everything follows from the number of steps."""
+def rate_at(done, peak):
+    """Linear warmup, the peak, then a line to LAST_RATE of it; `done` is the share of the run."""
+    falling = (1 - done) / (1 - CONSTANT_UNTIL)
+    return peak * min((done + 1e-3) / WARMUP, 1.0, LAST_RATE + (1 - LAST_RATE) * max(falling, 0.0))
 
-    def __init__(self, steps, context, peak_rate):
-        self.steps, self.context, self.peak_rate = steps, context, peak_rate
-        self.brief_until, self.rounded_from, self.long_from = (
-            int(share * steps) for share in (BRIEF_UNTIL, ROUNDED_FROM, LONG_FROM)
+
+def stage_at(done, longest):
+    """(index, tokens in a window, easy share) of the stage in which `done` of the run lies."""
+    index = max(i for i, (start, *_) in enumerate(STAGES) if done >= start)
+    return index, min(STAGES[index][1], longest), STAGES[index][2]
+
+
+class Trainee:
+    """A model with what trains it."""
+
+    def __init__(self, options, tokenizer):
+        torch.manual_seed(options.seed)
+        master = KimiK3ForCausalLM(small_config(tokenizer, **options.config)).to(options.device)
+        self.options = options
+        self.weights = MixedPrecision(master, torch.bfloat16 if options.device.type == "cuda" else torch.float32)
+        self.model = self.weights.model.train()
+        self.optimizer = PerHeadMuon(muon_groups(master, options.weight_decay), lr=options.rate)
+        self.balancer = QuantileBalancer(self.model)
+
+    def step(self, batch, rate):
+        """One optimizer step on `batch` (see StepBatches); returns the metrics of the step."""
+        options = self.options
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        batch = {name: tensor.to(options.device, non_blocking=True) for name, tensor in batch.items()}
+        rows = max(options.micro_tokens // batch["input_ids"].shape[1], 1)
+        total_weight = batch["weights"].sum()
+        sums = torch.zeros(6, device=options.device)  # loss; of text and answers: loss, tokens; answer tokens right
+        for ids, labels, weights in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
+            logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+            labels, weights = labels.flatten(), weights.flatten()
+            losses = F.cross_entropy(logits.float(), labels, reduction="none")
+            weighted = (losses * weights).sum() / total_weight
+            weighted.backward()
+            with torch.no_grad():
+                text, answers = weights == 1.0, weights == ANSWER_WEIGHT
+                right = logits.argmax(-1) == labels
+                counts = text.sum(), (losses * answers).sum(), answers.sum(), (right & answers).sum()
+                sums += torch.stack([weighted, (losses * text).sum(), *counts])
+            self.weights.take_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.masters, MAX_GRAD_NORM)
+        loss, text_loss, texts, answer_loss, answers, right, norm = torch.cat([sums, norm[None]]).tolist()
+        if not math.isfinite(loss + norm):
+            raise FloatingPointError(f"the loss ({loss}) or its gradient ({norm}) is not finite")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.weights.give_weights()
+        return {
+            "loss": loss,
+            "text_loss": text_loss / texts if texts else None,
+            "answer_loss": answer_loss / answers if answers else None,  # a batch without a question
+            "answer_accuracy": right / answers if answers else None,
+            "grad_norm": norm,
+            "worst_load": self.balancer.step().max().item(),
+        }
+
+    def round_experts(self):
+        if not self.weights.rounded:
+            self.weights.rounded = True
+            self.weights.give_weights()
+
+    def save(self, path, progress):
+        state = {
+            "model": self.weights.state(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": progress,
+        }
+        torch.save(state, path.with_suffix(".new"))
+        os.replace(path.with_suffix(".new"), path)  # a kill while writing leaves the last state whole
+
+    def load(self, path):
+        state = torch.load(path, map_location=self.options.device, weights_only=True)
+        self.weights.master.load_state_dict(state["model"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        return state["progress"]
+
+
+def warm_up(options, tokenizer, corpus):
+    """Compiles the kernels of every kind of step on a throw-away model, so that the run's clock does not count it."""
+    trainee = Trainee(options, tokenizer)
+    for context in sorted({min(context, options.longest) for _, context, _ in STAGES}):
+        batches = StepBatches(corpus, options.seed, options.tokens, context, 0.5)
+        started = time.monotonic()
+        trainee.step(batches[0], 0.0)
+        compiled = time.monotonic() - started
+        trainee.step(batches[1], 0.0)
+        again = time.monotonic() - started - compiled
+        print(f"windows of {context}: {compiled:.1f} s for the first step, {again:.3f} s for the second", flush=True)
+
+
+class Run:
+    """The training from its start or from a saved state to its end."""
+
+    def __init__(self, options, tokenizer, corpus, held_out):
+        self.options, self.corpus, self.held_out = options, corpus, held_out
+        options.run.mkdir(parents=True, exist_ok=True)
+        self.path, self.log = options.run / "state.pt", options.run / "metrics.jsonl"
+        self.trainee = Trainee(options, tokenizer)
+        lines = []
+        if self.path.exists():
+            self.progress = self.trainee.load(self.path)
+            # Lines that were logged after the state was saved are about to be logged again.
+            lines = [line for line in self.log.read_text().splitlines() if json.loads(line)["step"] < self.step]
+        else:
+            if options.device.type == "cuda":
+                warm_up(options, tokenizer, corpus)
+            budget = None
+            if options.steps is None:
+                spent = time.monotonic() - options.started
+                budget = options.time_limit - options.reserve - spent
+                if budget <= 0:
+                    raise SystemExit(
+                        f"--time-limit {options.time_limit:.0f} leaves no second to train: the start took {spent:.0f}, "
+                        f"{options.reserve:.0f} are kept for the end (--reserve)"
+                    )
+            self.progress = {"step": 0, "steps": options.steps, "budget": budget, "trained": 0.0, "tokens": 0}
+            self.progress["starts"] = 0
+        self.progress["starts"] += 1
+        self.log.write_text("".join(f"{line}\n" for line in lines))
+        self.began, self.before = time.monotonic(), self.progress["trained"]
+
+    @property
+    def step(self):
+        return self.progress["step"]
+
+    def seconds(self):
+        return self.before + time.monotonic() - self.began
+
+    def done(self):
+        """The share of the run that is done."""
+        if self.progress["steps"] is not None:
+            return self.step / self.progress["steps"]
+        return self.seconds() / self.progress["budget"]
+
+    def batches(self, context, easy_share):
+        """The batches from this step on; workers build them ahead."""
+        options = self.options
+        return iter(
+            DataLoader(
+                StepBatches(self.corpus, options.seed, options.tokens, context, easy_share),
+                batch_size=None,
+                sampler=range(self.step, ENDLESS),
+                num_workers=options.workers,
+                pin_memory=options.device.type == "cuda",
+                prefetch_factor=4 if options.workers else None,
+            )
         )
 
-    def context_of(self, step):
-        if step < self.brief_until:
-            return self.context // 4
-        return self.context * (LONG_FACTOR if step >= self.long_from else 1)
-
-    def rate(self, step):
-        """Linear warmup, then a cosine to a hundredth of the peak."""
-        warmup = max(int(WARMUP * self.steps), 1)
-        progress = (step + 1 - warmup) / max(self.steps - warmup, 1)
-        cosine = 0.5 * (1 + math.cos(math.pi * max(progress, 0.0)))
-        return self.peak_rate * min((step + 1) / warmup, 0.01 + 0.99 * cosine)
-
-
-def optimizer_for(model, options):
-    groups = parameter_groups(model, options.weight_decay)
-    return torch.optim.AdamW(groups, lr=options.rate, betas=BETAS, fused=options.device.type == "cuda")
-
-
-def train_step(model, optimizer, balancer, batch, rate, options):
-    """One optimizer step on `batch` (see StepBatches); returns the metrics of the step."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    batch = {name: tensor.to(options.device, non_blocking=True) for name, tensor in batch.items()}
-    rows = max(options.micro_tokens // batch["input_ids"].shape[1], 1)
-    total_weight = batch["weights"].sum()
-    loss = text_loss = answer_loss = 0.0
-    for ids, labels, weights in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
-        with rounding_once(model):
-            with autocast(options.device):
-                logits = model(input_ids=ids, use_cache=False).logits
-            losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
-            weighted = (losses * weights.flatten()).sum() / total_weight
-            weighted.backward()
-        is_answer = weights.flatten() == ANSWER_WEIGHT
-        loss += weighted.detach()
-        answer_loss += losses.detach()[is_answer].sum()
-        text_loss += losses.detach()[~is_answer].sum()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-    answers = (batch["weights"] == ANSWER_WEIGHT).sum().item()
-    metrics = {
-        "loss": float(loss),
-        "text_loss": float(text_loss) / (batch["weights"].numel() - answers),
-        "answer_loss": float(answer_loss) / answers if answers else None,  # a batch without a question
-        "grad_norm": float(norm),
-    }
-    if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
-        raise FloatingPointError(f"the loss or its gradient is not finite: {metrics}")
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    metrics["worst_load"] = balancer.step().max().item()
-    return metrics
+    def train(self):
+        """Trains to the end and returns True, or False if `--stop-after` came before it."""
+        options, trainee = self.options, self.trainee
+        bar = tqdm(total=self.progress["steps"], initial=self.step, desc="train", unit="step", mininterval=1.0)
+        last_save, measured, stage, batches = (
+            time.monotonic(),
+            math.floor(self.done() * options.evaluations),
+            None,
+            None,
+        )
+        with self.log.open("a") as stream:
+            while (done := self.done()) < 1:
+                now, context, easy_share = stage_at(done, options.longest)
+                if now != stage:
+                    stage, batches = now, self.batches(context, easy_share)
+                if done >= ROUNDED_FROM:
+                    trainee.round_experts()
+                rate, batch = rate_at(done, options.rate), next(batches)
+                metrics = trainee.step(batch, rate)
+                self.progress["step"] += 1
+                self.progress["tokens"] += batch["labels"].numel()
+                metrics |= {"step": self.step - 1, "done": round(done, 5), "rate": rate, "context": context}
+                metrics["seconds"] = round(self.seconds(), 2)
+                if math.floor(self.done() * options.evaluations) > measured:
+                    measured += 1
+                    lengths = [min(1024, options.longest)]
+                    metrics["evaluation"] = evaluate(
+                        trainee.model, self.held_out, lengths, 8, lengths[0], most_windows=8
+                    )
+                stream.write(json.dumps(metrics) + "\n")
+                stream.flush()
+                bar.update()
+                bar.set_postfix(done=done, loss=metrics["loss"], right=metrics["answer_accuracy"], refresh=False)
+                self.progress["trained"] = self.seconds()
+                here = time.monotonic() - options.started
+                stop = options.stop_after is not None and here > options.stop_after and self.done() < 1
+                if stop or self.done() >= 1 or time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
+                    trainee.save(self.path, self.progress)
+                    last_save = time.monotonic()
+                if stop:
+                    bar.close()
+                    print(f"stopped after {here:.0f} s at step {self.step}; run again to continue")
+                    return False
+        bar.close()
+        return True
 
 
-def seconds_per_step(options, tokenizer, corpus):
-    """(short, long and rounded): seconds of the two dearest kinds of step, on a throw-away model."""
-    seconds = []
-    for factor in (1, LONG_FACTOR):
-        model = new_model(options, tokenizer)
-        if factor > 1:
-            round_experts(model)
-        optimizer, balancer = optimizer_for(model, options), QuantileBalancer(model)
-        batches = StepBatches(corpus, options.seed, options.tokens, lambda _, f=factor: f * options.context)
-        times = []
-        for step in range(10):
-            batch = batches[step]
-            started = time.monotonic()
-            train_step(model, optimizer, balancer, batch, 0.0, options)
-            times.append(time.monotonic() - started)
-        seconds.append(statistics.median(times[4:]))
-    return seconds
-
-
-def steps_within(seconds_left, short, long):
-    """Steps that fit, with a tenth kept for measuring, saving and the unforeseen."""
-    mean = (LONG_FROM - 0.2 * BRIEF_UNTIL) * short + (1 - LONG_FROM) * long + (LONG_FROM - ROUNDED_FROM) * 0.1 * short
-    return max(int((0.9 * seconds_left - 40) / mean), 50)
-
-
-def new_model(options, tokenizer):
-    torch.manual_seed(options.seed)
-    model = KimiK3ForCausalLM(small_config(tokenizer, **options.config)).to(options.device)
-    if options.device.type == "cuda":
-        model.set_experts_implementation("padded_bmm")
-    return model.train()
-
-
-def save_state(path, model, optimizer, progress):
-    state = {
-        "model": master_state(model),
-        "optimizer": optimizer.state_dict(),
-        "progress": progress,
-        "random": torch.get_rng_state(),
-    }
-    torch.save(state, path.with_suffix(".new"))
-    os.replace(path.with_suffix(".new"), path)  # a kill while writing leaves the last state whole
-
-
-def train(options, tokenizer, corpus, held_out):
-    """Runs or continues the training; returns (model, progress), or None if it was stopped before the end."""
-    started = options.started
-    options.run.mkdir(parents=True, exist_ok=True)
-    path, log = options.run / "state.pt", options.run / "metrics.jsonl"
-    model = new_model(options, tokenizer)
-    optimizer, balancer = optimizer_for(model, options), QuantileBalancer(model)
-    if path.exists():
-        state = torch.load(path, map_location=options.device, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"].cpu())
-        progress = state["progress"]
-        # Lines that were logged after the state was saved are about to be logged again.
-        lines = [line for line in log.read_text().splitlines() if json.loads(line)["step"] < progress["step"]]
-    else:
-        steps = options.steps
-        if steps is None:
-            short, long = seconds_per_step(options, tokenizer, corpus)
-            steps = steps_within(options.time_limit - (time.monotonic() - started), short, long)
-            print(f"{short:.3f} s for a short step, {long:.3f} s for a long one: {steps} steps", flush=True)
-        progress = {"step": 0, "steps": steps, "seconds": 0.0, "tokens": 0, "starts": 0}
-        lines = []
-    log.write_text("".join(f"{line}\n" for line in lines))
-    spent_before = progress["seconds"]
-    progress["starts"] += 1
-    plan = Plan(progress["steps"], options.context, options.rate)
-    batches = StepBatches(corpus, options.seed, options.tokens, plan.context_of)
-    loader = DataLoader(
-        batches,
-        batch_size=None,
-        sampler=range(progress["step"], plan.steps),
-        num_workers=options.workers,
-        pin_memory=options.device.type == "cuda",
-        prefetch_factor=4 if options.workers else None,
-    )
-    every = max(plan.steps // options.evaluations, 1)
-    bar = tqdm(total=plan.steps, initial=progress["step"], desc="train", unit="step", mininterval=1.0)
-    last_save = time.monotonic()
-    with log.open("a") as stream:
-        for step, batch in zip(range(progress["step"], plan.steps), loader, strict=True):
-            if step >= plan.rounded_from and not experts_rounded(model):
-                round_experts(model)
-            metrics = train_step(model, optimizer, balancer, batch, plan.rate(step), options)
-            progress["step"] = step + 1
-            progress["tokens"] += batch["labels"].numel()
-            progress["seconds"] = spent_before + time.monotonic() - started
-            metrics |= {
-                "step": step,
-                "rate": plan.rate(step),
-                "context": plan.context_of(step),
-                "tokens": progress["tokens"],
-                "seconds": round(progress["seconds"], 2),
-            }
-            if (step + 1) % every == 0 or step + 1 == plan.steps:
-                metrics["evaluation"] = evaluate(
-                    model, held_out, [options.context], options.questions, options.context, most_windows=8
-                )
-            stream.write(json.dumps(metrics) + "\n")
-            stream.flush()
-            bar.update()
-            bar.set_postfix(loss=metrics["loss"], answer=metrics["answer_loss"], refresh=False)
-            here = time.monotonic() - started
-            stop_now = options.stop_after is not None and here > options.stop_after
-            out_of_time = options.time_limit is not None and progress["seconds"] > 0.95 * options.time_limit - 20
-            last = stop_now or out_of_time or step + 1 == plan.steps
-            if last or time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
-                save_state(path, model, optimizer, progress)
-                last_save = time.monotonic()
-            if stop_now and step + 1 < plan.steps:
-                bar.close()
-                print(f"stopped after {here:.0f} s at step {step + 1} of {plan.steps}; run again to continue")
-                return None
-            if out_of_time and step + 1 < plan.steps:
-                print(f"out of time at step {step + 1} of {plan.steps}; saving what there is")
-                break
-    bar.close()
-    return model, progress
-
-
-def export(model, tokenizer, options):
+def export(state, tokenizer, options):
     """Saves the packed checkpoint into `options.out` and returns it as loaded again from there."""
     config = small_config(tokenizer, **options.config, quantization_config=MXFP4_SECTION)
     packed = KimiK3ForCausalLM.from_pretrained(
-        None, config=config, state_dict=packed_state(model), dtype=torch.bfloat16
+        None, config=config, state_dict=packed_state(state), dtype=torch.bfloat16
     )
     packed._a_log_file_shape = None  # A_log is written padded, as released, and not in the shape it had in memory
     packed.generation_config = GenerationConfig(
@@ -273,7 +283,7 @@ def write_sample(options):
     (options.out / "sample.txt").write_text(sample + "\n", encoding="utf-8")
 
 
-def draw_curves(log, plan, path):
+def draw_curves(log, path):
     """Loss and recall over the steps, as a picture."""
     import matplotlib
 
@@ -281,75 +291,86 @@ def draw_curves(log, plan, path):
     from matplotlib import pyplot
 
     entries = [json.loads(line) for line in log.read_text().splitlines()]
-    measured = [entry for entry in entries if "evaluation" in entry]
-    blue, orange, green = "#0072B2", "#D55E00", "#009E73"  # Okabe and Ito: told apart by colour-blind readers
+    blue, orange, green, purple = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # Okabe and Ito
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
-    for key, label, colour in (("text_loss", "text", blue), ("answer_loss", "answers", orange)):
-        steps, values = zip(*[(entry["step"], entry[key]) for entry in entries if entry[key] is not None], strict=True)
+
+    def curve(axes, key, label, colour, style):
+        found = [(entry["step"], entry[key]) for entry in entries if entry[key] is not None]
+        steps, values = zip(*found, strict=True)
         smooth = list(itertools.accumulate(values, lambda mean, value: 0.9 * mean + 0.1 * value))
-        top.plot(steps, values, color=colour, alpha=0.2, linewidth=0.7)
-        top.plot(steps, smooth, color=colour, linewidth=1.8, linestyle="-" if key == "text_loss" else "--", label=label)
+        axes.plot(steps, values, color=colour, alpha=0.2, linewidth=0.7)
+        axes.plot(steps, smooth, color=colour, linewidth=1.8, linestyle=style, label=label)
+
+    curve(top, "text_loss", "text", blue, "-")
+    curve(top, "answer_loss", "answers", orange, "--")
+    curve(bottom, "answer_accuracy", "training: tokens of answers right", orange, "--")
     top.set_ylabel("training loss (nats per token)")
-    bits = [entry["evaluation"]["bits_per_byte"]["all"] for entry in measured]
-    accuracy = {
-        task: [entry["evaluation"][task][str(plan.context)]["accuracy"] for entry in measured] for task in RECALL_TASKS
-    }
-    measured_at = [entry["step"] for entry in measured]
-    bottom.plot(measured_at, bits, color=blue, marker="o", markersize=4, label="bits per byte")
-    for (task, values), colour, style in zip(accuracy.items(), (green, orange), ("--", ":"), strict=True):
-        label = f"{task.replace('_', ' ')}, {plan.context} tokens"
-        bottom.plot(measured_at, values, color=colour, marker="s", markersize=4, linestyle=style, label=label)
-    bottom.set_ylabel("held-out text: bits per byte, share right")
+    measured = [(entry["step"], entry["evaluation"]) for entry in entries if "evaluation" in entry]
+    if measured:
+        steps = [step for step, _ in measured]
+        bits = [found["bits_per_byte"]["all"] for _, found in measured]
+        bottom.plot(steps, bits, color=blue, marker="o", markersize=4, label="held-out text: bits per byte")
+        (length,) = measured[0][1]["recall_by_keys"]
+        for keys, colour, style in zip(
+            measured[0][1]["recall_by_keys"][length], (green, purple), ("-.", ":"), strict=False
+        ):
+            exact = [found["recall_by_keys"][length][keys]["exact"] for _, found in measured]
+            label = f"held out: whole answers right, {keys} key{'s' * (keys != '1')} in {length} tokens"
+            bottom.plot(steps, exact, color=colour, marker="s", markersize=4, linestyle=style, label=label)
+    bottom.set_ylabel("bits per byte, share right")
     bottom.set_xlabel("optimizer step")
     bottom.set_ylim(bottom=0)
+    longer = [later["step"] for entry, later in itertools.pairwise(entries) if later["context"] != entry["context"]]
+    rounded = next((entry["step"] for entry in entries if entry["done"] >= ROUNDED_FROM), None)
     for axes in (top, bottom):
-        axes.axvline(plan.brief_until, color="0.4", linewidth=1, linestyle="--")
-        axes.axvline(plan.rounded_from, color="0.4", linewidth=1, linestyle=":")
-        axes.axvline(plan.long_from, color="0.4", linewidth=1, linestyle="-.")
+        for step in longer:
+            axes.axvline(step, color="0.4", linewidth=1, linestyle="--")
+        if rounded is not None:
+            axes.axvline(rounded, color="0.4", linewidth=1, linestyle=":")
         axes.grid(alpha=0.25)
         axes.legend(frameon=False)
-    title = "dashed: windows 4 times as long from here; dotted: experts rounded to MXFP4; dash-dotted: windows doubled"
-    top.set_title(title, fontsize=9)
+    contexts = list(dict.fromkeys(entry["context"] for entry in entries))
+    top.set_title(f"dashed: windows grow through {contexts}; dotted: experts rounded to MXFP4", fontsize=9)
     figure.savefig(path, dpi=90)
 
 
-def finish(model, progress, options, tokenizer, held_out):
-    """Saves the checkpoint, measures what was trained and what was saved, and writes the report."""
-    trained = evaluate(model, held_out, [options.context], options.questions, options.context)
-    saved_model = export(model, tokenizer, options)
-    contexts = [options.context * factor for factor in options.factors]
-    saved = evaluate(saved_model, held_out, contexts, options.questions, options.context)
+def finish(run, options, tokenizer, held_out):
+    """Saves the checkpoint, then measures what was trained and what was saved, writing the report after each part."""
+    saved_model = export(run.trainee.weights.state(), tokenizer, options)
     write_sample(options)
-    plan = Plan(progress["steps"], options.context, options.rate)
-    draw_curves(options.run / "metrics.jsonl", plan, options.out / "loss.png")
-    sizes = {path.name: path.stat().st_size for path in sorted(options.out.iterdir()) if path.is_file()}
     device = torch.cuda.get_device_name() if options.device.type == "cuda" else platform.processor() or "CPU"
     report = {
-        "saved_checkpoint": saved,
-        "before_packing": trained,
         "training": {
-            **progress,
-            "seconds": round(progress["seconds"], 1),
+            **run.progress,
+            "seconds": round(time.monotonic() - options.started, 1),
             "device": device,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "seed": options.seed,
             "tokens_per_step": options.tokens,
-            "context": options.context,
-            "long_context": LONG_FACTOR * options.context,
+            "stages": [list(stage) for stage in STAGES],
+            "longest": options.longest,
             "peak_learning_rate": options.rate,
             "weight_decay": options.weight_decay,
             "recall_share": RECALL_SHARE,
-            "rounded_from_step": plan.rounded_from,
-            "brief_until_step": plan.brief_until,
-            "long_from_step": plan.long_from,
+            "rounded_from": ROUNDED_FROM,
         },
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in run.trainee.weights.masters),
         "corpus": json.loads((options.data / "corpus.json").read_text()),
-        "bytes": sizes,
     }
-    (options.out / "training_report.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({"saved_checkpoint": saved, "before_packing": trained, "bytes": sum(sizes.values())}, indent=1))
+
+    def add(name, results):
+        report[name] = results
+        (options.out / "training_report.json").write_text(json.dumps(report, indent=1) + "\n")
+        print(f"{time.monotonic() - options.started:.0f} s, {name}: {json.dumps(results)}", flush=True)
+
+    context = min(1024, options.longest)
+    add("saved_checkpoint", evaluate(saved_model, held_out, options.lengths, options.texts, context))
+    add("before_packing", evaluate(run.trainee.model, held_out, [context], options.texts, context))
+    add("by_generation", evaluate_suite(saved_model, held_out, options.suite_lengths, options.texts))
+    draw_curves(run.log, options.out / "loss.png")
+    files = (path for path in sorted(options.out.iterdir()) if path.name != "training_report.json")
+    add("bytes", {path.name: path.stat().st_size for path in files})
 
 
 def parse_arguments(argv=None):
@@ -358,19 +379,25 @@ def parse_arguments(argv=None):
     parser.add_argument("--out", type=Path, required=True, help="folder for the finished checkpoint")
     parser.add_argument("--run", type=Path, default=Path(".run/small"), help="folder for state (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="optimizer steps; or give --time-limit")
-    parser.add_argument("--time-limit", type=float, help="seconds for everything, over all starts of the run")
+    parser.add_argument("--time-limit", type=float, help="seconds for everything, where nothing stops the run")
+    parser.add_argument("--reserve", type=float, default=90, help="seconds of it for the end (default: %(default)s)")
     parser.add_argument("--stop-after", type=float, help="save and stop after so many seconds; run again to continue")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--weight-decay", type=float, default=0.2)
-    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--longest", type=int, default=8192, help="tokens in a window, at most (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=65_536, help="tokens in a step (default: %(default)s)")
     parser.add_argument("--micro-tokens", type=int, default=65_536, help="tokens in a forward pass; less saves memory")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8), help="processes that build batches")
-    parser.add_argument("--evaluations", type=int, default=20, help="how often to measure during the training")
-    parser.add_argument("--questions", type=int, default=100, help="recall questions at each length")
-    parser.add_argument("--factors", type=int, nargs="*", default=[1, 2, 4, 8], help="lengths of the last measurement")
+    parser.add_argument("--evaluations", type=int, default=10, help="how often to measure during the training")
+    parser.add_argument("--texts", type=int, default=20, help="texts for each number of the last measurement")
+    parser.add_argument(
+        "--lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192, 16384, 32768], help="of the last measurement"
+    )
+    parser.add_argument(
+        "--suite-lengths", type=int, nargs="*", default=[1024, 8192], help="of the recall suite's tasks, by generation"
+    )
     parser.add_argument("--config", type=json.loads, default={}, help="changed config keys, as JSON")
     options = parser.parse_args(argv)
     options.started = time.monotonic()
@@ -385,9 +412,9 @@ def main(argv=None):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.data / "tokenizer")
     corpus, held_out = (Corpus(options.data, split, tokenizer) for split in ("train", "valid"))
-    result = train(options, tokenizer, corpus, held_out)
-    if result is not None:
-        finish(*result, options, tokenizer, held_out)
+    run = Run(options, tokenizer, corpus, held_out)
+    if run.train():
+        finish(run, options, tokenizer, held_out)
 
 
 if __name__ == "__main__":
