@@ -19,6 +19,17 @@ something.
 """
 
 
+TRAINING = """
+## Training steps
+
+Forward, backward and AdamW on one row; tokens a second, and the most memory of a step, all included
+(`benchmarks/training.py`).
+
+| case | weights | ours, tokens/s | peer | peer, tokens/s | faster | memory, ours / peer | machine | date |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
 def gigabytes(case):
     if "ours_extra_bytes" not in case:
         return ""
@@ -39,6 +50,17 @@ def row(case):
     )
 
 
+def training_row(case):
+    peer = "| | | "
+    if case["peer_ms"] is not None:
+        faster = case["peer_ms"] / case["ours_ms"]
+        peer = f"| {case['peer']} | {case['peer_tokens_per_s']:,} | {faster:.2f}x "
+    return (
+        f"| {case['case']} | {case['parameters'] / 1e9:.2f}B | {case['ours_tokens_per_s']:,} {peer}| {gigabytes(case)} "
+        f"| {case['gpu']} | {case['date']} |\n"
+    )
+
+
 def main():
     newest = {}
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
@@ -46,7 +68,11 @@ def main():
             case = json.loads(line)
             newest[case["case"]] = case
     commands = "".join(f"* `{command}`\n" for command in sorted({case["command"] for case in newest.values()}))
-    text = HEAD + "".join(map(row, newest.values())) + "\n## Commands\n\n" + commands
+    training = [case for case in newest.values() if "ours_tokens_per_s" in case]
+    text = HEAD + "".join(row(case) for case in newest.values() if case not in training)
+    if training:
+        text += TRAINING + "".join(map(training_row, training))
+    text += "\n## Commands\n\n" + commands
     (ROOT / "docs" / "performance.md").write_text(text)
 
 

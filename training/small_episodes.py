@@ -350,17 +350,13 @@ MAKERS = {"people": people, "needles": needles, "tracking": tracking, "sequence"
 
 def told_in_a_row(rng, vocabulary, backend, size, easy):
     """Facts one after the other, then questions about them: at most `size` tokens."""
-    if easy or rng.random() < 0.5:
-        make = lambda count: bare(rng, vocabulary, count, easy)  # noqa: E731
-        cost = 8
-    else:
-        name = rng.choice(("people", "needles", "tracking", "associative"))
-        make = lambda count: MAKERS[name](rng, vocabulary, count)  # noqa: E731
-        cost = {"people": 40, "needles": 75, "tracking": 60, "associative": 24}[name]
+    costs = {"people": 40, "needles": 75, "tracking": 60, "associative": 24}  # tokens a fact, about
+    name = "bare" if easy or rng.random() < 0.5 else rng.choice(list(costs))
+    cost = costs.get(name, 8)
     count = max(2, round(size / cost))
     if rng.random() < 0.3:
         count = max(2, round(count * rng.random()))
-    facts = make(count)
+    facts = bare(rng, vocabulary, count, easy) if name == "bare" else MAKERS[name](rng, vocabulary, count)
     questions = facts.questions
     rng.shuffle(questions)
     script = Script()
@@ -412,17 +408,14 @@ def stacks(rng, vocabulary, backend, size, easy):
 
 
 def hidden_in_text(rng, vocabulary, corpus, size):
-    """Facts between the sentences of real text, then questions: exactly `size` tokens."""
+    """Facts between sentences of real text, then questions: exactly `size` tokens; None where those are too few."""
     name = rng.choices(("people", "needles", "tracking", "sequence", "bare"), (0.4, 0.3, 0.1, 0.1, 0.1))[0]
-    most = max(1, size // 100)
-    count = max(1, round(most ** rng.random()))
+    count = max(1, round(max(1, size // 100) ** rng.random()))
     facts = bare(rng, vocabulary, count) if name == "bare" else MAKERS[name](rng, vocabulary, count)
     if name == "bare":
         end = rng.choice((".", "", ";"))
         facts.statements = [statement + end for statement in facts.statements]
         facts.questions = [(f"\n{question}", answer) for question, answer in facts.questions]
-    elif rng.random() < 0.5:
-        facts.head = ""
     rng.shuffle(facts.questions)
     ids, weights = [], []
     for question, answer in facts.questions:
@@ -434,7 +427,10 @@ def hidden_in_text(rng, vocabulary, corpus, size):
             break
         ids += more
         weights += more_weights
-    head = corpus.encode(facts.head) if facts.head else []
+    head = corpus.encode(facts.head) if facts.head and rng.random() < 0.5 else []
+    told = sum(len(corpus.encode(" " + statement)) + 2 for statement in facts.statements)
+    if len(head) + told + len(ids) > size:
+        return None
     depths = sorted(rng.random() for _ in facts.statements)
     text = head + corpus.document(rng, size - len(ids) - len(head), facts.statements, depths)
     return text + ids, [0.0] * len(text) + weights
@@ -443,8 +439,8 @@ def hidden_in_text(rng, vocabulary, corpus, size):
 def episode(rng, corpus, size, easy_share):
     """One episode of at most `size` tokens: (ids, weights)."""
     vocabulary, backend = corpus.vocabulary, corpus.backend
-    if size >= 128 and rng.random() < 0.5:
-        return hidden_in_text(rng, vocabulary, corpus, size)
+    if rng.random() < 0.5 and (found := hidden_in_text(rng, vocabulary, corpus, size)) is not None:
+        return found
     make = rng.choices((told_in_a_row, asked_in_between, stacks), (0.5, 0.35, 0.15))[0]
     easy = rng.random() < easy_share
     wanted = size

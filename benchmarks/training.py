@@ -1,0 +1,230 @@
+"""Training steps of a 0.5B dense and a 1.5B MoE model beside transformers' native `kimi_linear`, with the same weights.
+
+    python benchmarks/training.py [--only dense] [--no-peer] [--out benchmarks/results/training.jsonl]
+    python benchmarks/training.py --tiny --device cpu        # the same code on models of a few layers; writes nothing
+
+Kimi-Linear's layers (3 KDA, 1 MLA, no mix over depth, no latent experts, no low-rank query), which both classes have;
+random bfloat16 weights, written once and read by both. A step is forward, loss of all tokens, backward and fused AdamW
+on one row of 8192 tokens, with and without gradient checkpointing. The native class runs flash-linear-attention's KDA
+and transformers' grouped matrix product for experts. Steps of the two take turns in one process; medians of CUDA
+events. Memory is the most that is allocated in a step, weights, gradients and optimizer state included, without the
+other model's. The roofline is 6 operations a token and weight used over the rate of a large matrix product;
+recomputation is not counted. Every line also has both losses of the first step.
+"""
+
+import argparse
+import datetime
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import kimi_k3
+
+RESULTS = Path(__file__).parent / "results" / "training.jsonl"
+LENGTH, STEPS, WARMUP = 8192, 10, 3
+LAYERS = {"full_attn_layers": [4, 8, 12, 16], "kda_layers": [i for i in range(1, 17) if i % 4], "head_dim": 128}
+SHARED = {
+    "vocab_size": 32768, "num_hidden_layers": 16, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu", "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+DENSE = {
+    **SHARED, "hidden_size": 1536, "intermediate_size": 3584, "num_attention_heads": 12, "num_key_value_heads": 12,
+    "linear_attn_config": {**LAYERS, "num_heads": 12, "short_conv_kernel_size": 4}, "first_k_dense_replace": 16,
+    "num_experts": 8, "num_experts_per_token": 2, "num_shared_experts": 1, "moe_intermediate_size": 256,
+}  # fmt: skip
+MOE = {
+    **SHARED, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "linear_attn_config": {**LAYERS, "num_heads": 8, "short_conv_kernel_size": 4}, "first_k_dense_replace": 1,
+    "num_experts": 64, "num_experts_per_token": 8, "num_shared_experts": 1, "moe_intermediate_size": 448,
+    "routed_scaling_factor": 2.446,
+}  # fmt: skip
+MODELS = {"dense 0.5B": DENSE, "MoE 1.5B": MOE}
+
+
+def tiny(config):
+    """The same model with four layers and small sizes."""
+    layers = {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 16, "num_heads": 2}
+    return {
+        **config, "vocab_size": 512, "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 16, "linear_attn_config": {**layers, "short_conv_kernel_size": 4},
+        "num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 32,
+        "first_k_dense_replace": min(config["first_k_dense_replace"], 4),
+    }  # fmt: skip
+
+
+def write_model(config, folder, device):
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = kimi_k3.KimiK3ForCausalLM(kimi_k3.KimiK3TextConfig.from_dict(dict(config)))
+    finally:
+        torch.set_default_dtype(before)
+    model.save_pretrained(folder)
+    return weights_used(model)
+
+
+def weights_used(model):
+    """(all weights, those that a token is multiplied by: no embedding, top-k of the routed experts)."""
+    config, total, used = model.config, 0, 0
+    for name, weight in model.named_parameters():
+        total += weight.numel()
+        if ".experts." in name:
+            used += weight.numel() * config.num_experts_per_token / config.num_experts
+        elif "embed_tokens" not in name:
+            used += weight.numel()
+    return total, used
+
+
+class Side:
+    """One class with its weights and optimizer, trained on one row of random tokens."""
+
+    def __init__(self, cls, folder, options):
+        self.device = options.device
+        self.model = cls.from_pretrained(folder, dtype=torch.bfloat16).to(self.device).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(3, self.model.config.vocab_size, (1, options.length), generator=generator)
+        self.ids = self.ids.to(self.device)
+
+    def checkpointing(self, wanted):
+        if wanted:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
+
+    def step(self):
+        loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def milliseconds(self):
+        if self.device != "cuda":
+            started = time.perf_counter()
+            self.step()
+            return 1e3 * (time.perf_counter() - started)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        self.step()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    def held(self):
+        """Bytes of weights and optimizer state."""
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        return sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers(), *state])
+
+    def peak(self, others):
+        """The most bytes of a step, without what other models hold."""
+        if self.device != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - others
+
+
+def native():
+    from transformers.models.kimi_linear import KimiLinearForCausalLM
+
+    return KimiLinearForCausalLM
+
+
+def cases(name, config, options, wanted):
+    """Yields (case, ours ms, peer ms, roofline ms, extra fields)."""
+    names = {False: f"train {name} T={options.length}", True: f"train {name} T={options.length}, checkpointing"}
+    if not any(map(wanted, names.values())):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        total, used = write_model(config, folder, options.device)
+        sides = {"ours": Side(kimi_k3.KimiK3ForCausalLM, folder, options)}
+        if options.peer:
+            sides["peer"] = Side(native(), folder, options)
+    extra = {"parameters": total, "parameters_used": round(used)}
+    for who, side in sides.items():
+        side.checkpointing(False)
+        extra[f"{who}_first_loss"] = round(side.step().item(), 4)
+    for checkpointed, case in names.items():
+        if not wanted(case):
+            continue
+        for side in sides.values():
+            side.checkpointing(checkpointed)
+        times = {who: [] for who in sides}
+        for step in range(WARMUP + options.steps):
+            for who, side in sides.items():
+                elapsed = side.milliseconds()
+                if step >= WARMUP:
+                    times[who].append(elapsed)
+        ms = {who: statistics.median(found) for who, found in times.items()}
+        found = dict(extra)
+        for who, side in sides.items():
+            others = sum(other.held() for other in sides.values() if other is not side)
+            found[f"{who}_extra_bytes"] = side.peak(others)
+            found[f"{who}_tokens_per_s"] = round(1e3 * options.length / ms[who])
+        least = 6 * used * options.length / options.flops if options.flops else 0.0
+        yield case, ms["ours"], ms.get("peer"), least, found
+    del sides, side
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
+    parser.add_argument("--no-peer", dest="peer", action="store_false", help="time this package alone")
+    parser.add_argument("--tiny", action="store_true", help="four layers of width 64, 256 tokens; nothing is written")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="lines are appended to this file")
+    options = parser.parse_args()
+    if options.device == "cpu" and not options.tiny:
+        parser.error("on a CPU only --tiny ends in reasonable time")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("benchmarks/training.py times a GPU, and torch sees none here: --tiny --device cpu tries the code")
+    if options.tiny:
+        options.length, options.steps, options.out = min(options.length, 256), min(options.steps, 2), Path("/dev/null")
+    from kda import facts, record
+
+    if options.device == "cuda":
+        from layers import flops_per_ms
+
+        options.flops = flops_per_ms()
+        shared = {**facts(), "matmul_tflop_per_s": round(options.flops / 1e9)}
+    else:
+        options.flops = None
+        shared = {"gpu": None, "versions": f"torch {torch.__version__}", "date": datetime.date.today().isoformat()}
+    shared["versions"] += f", transformers {transformers.__version__}"
+    fla = "with fla" if importlib.util.find_spec("fla") else "without fla"
+    if fla == "with fla":
+        shared["versions"] += f", fla {importlib.metadata.version('flash-linear-attention')}"
+    print(json.dumps(shared), flush=True)
+    options.out.parent.mkdir(exist_ok=True)
+    for name, config in MODELS.items():
+        config = tiny(config) if options.tiny else config
+        for case, ours, peer, least, extra in cases(name, config, options, lambda text: options.only in text):
+            whose = f"transformers kimi_linear {fla}" if peer else None
+            record(options.out, case, ours, whose, peer, least, extra, shared, digits=2)
+
+
+if __name__ == "__main__":
+    main()
