@@ -37,48 +37,51 @@ def decode(code, scale, DT: tl.constexpr):
 
 
 @triton.jit
-def decode_words(word, scale, DT: tl.constexpr, PTX: tl.constexpr):
-    """The 8 codes of words [N, W] under scales [N, W]: codes 0, 4, 1, 5, 2, 6, 3, 7, each [N, W] of type DT."""
+def powers(scale, DT: tl.constexpr, PTX: tl.constexpr):
+    """What `decode_words` wants of E8M0 bytes: int32, with PTX the power of two as a bfloat16, twice."""
+    scale = scale.to(tl.int32)
     if PTX and DT == tl.bfloat16:
-        # As `decode`, on two codes at a time. p is the power of two of the scale twice; scales 0 and 255 set the bit
-        # that makes them 2^-127 and NaN. The products are written as sums with -0, which sm_80 has.
+        # The other bit makes 2^-127 of 0 and NaN of 255.
+        return (scale * 0x00800080) | tl.where((scale == 0) | (scale == 255), 0x00400040, 0)
+    return scale
+
+
+@triton.jit
+def decode_words(word, scale, DT: tl.constexpr, PTX: tl.constexpr):
+    """The 8 codes of words [N, W] under `powers` [N, W]: codes 0, 4, 1, 5, 2, 6, 3, 7, each [N, W] of type DT."""
+    if PTX and DT == tl.bfloat16:
+        # As `decode`, on two codes at a time. The products are written as sums with -0, which sm_80 has.
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 m, s, p, t, c, z;
-            .reg .pred q;
+            .reg .b32 m, s, c, z;
             mov.b32 c, 0x7e807e80;
             mov.b32 z, 0x80008000;
-            mul.lo.u32 p, $9, 0x00800080;
-            add.u32 t, $9, 1;
-            and.b32 t, t, 254;
-            setp.eq.u32 q, t, 0;
-            @q or.b32 p, p, 0x00400040;
             shl.b32 m, $8, 6;
             and.b32 m, m, 0x01c001c0;
             shl.b32 s, $8, 12;
             lop3.b32 m, s, 0x80008000, m, 0xea;
             fma.rn.bf16x2 m, m, c, z;
-            fma.rn.bf16x2 m, m, p, z;
+            fma.rn.bf16x2 m, m, $9, z;
             mov.b32 {$0, $1}, m;
             shl.b32 m, $8, 2;
             and.b32 m, m, 0x01c001c0;
             shl.b32 s, $8, 8;
             lop3.b32 m, s, 0x80008000, m, 0xea;
             fma.rn.bf16x2 m, m, c, z;
-            fma.rn.bf16x2 m, m, p, z;
+            fma.rn.bf16x2 m, m, $9, z;
             mov.b32 {$2, $3}, m;
             shr.u32 m, $8, 2;
             and.b32 m, m, 0x01c001c0;
             shl.b32 s, $8, 4;
             lop3.b32 m, s, 0x80008000, m, 0xea;
             fma.rn.bf16x2 m, m, c, z;
-            fma.rn.bf16x2 m, m, p, z;
+            fma.rn.bf16x2 m, m, $9, z;
             mov.b32 {$4, $5}, m;
             shr.u32 m, $8, 6;
             and.b32 m, m, 0x01c001c0;
             lop3.b32 m, $8, 0x80008000, m, 0xea;
             fma.rn.bf16x2 m, m, c, z;
-            fma.rn.bf16x2 m, m, p, z;
+            fma.rn.bf16x2 m, m, $9, z;
             mov.b32 {$6, $7}, m;
             }""",
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [word, scale], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
@@ -93,45 +96,34 @@ def decode_words(word, scale, DT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def plane(a, b, BN: tl.constexpr, BW: tl.constexpr):
-    return tl.reshape(tl.join(a, b), (BN, 2 * BW))
-
-
-@triton.jit
-def load_weights(
-    words, scales, rows, first,
-    COLUMNS: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DT: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Four planes [BN, 2 BW] of packed weights, from word `first` on."""
+def load_words(words, rows, first, COLUMNS: tl.constexpr, BW: tl.constexpr):
+    """Packed weights [N, BW] from word `first` on."""
     at = first + tl.arange(0, BW)
-    word = tl.load(words + rows[:, None] * (COLUMNS // 8) + at[None, :], mask=(at < COLUMNS // 8)[None, :], other=0)
+    return tl.load(words + rows[:, None] * (COLUMNS // 8) + at[None, :], mask=(at < COLUMNS // 8)[None, :], other=0)
+
+
+@triton.jit
+def load_scales(scales, rows, first, COLUMNS: tl.constexpr, BW: tl.constexpr):
+    """Their scales [N, BW / 4]."""
     at = first // 4 + tl.arange(0, BW // 4)
-    scale = tl.load(scales + rows[:, None] * (COLUMNS // 32) + at[None, :], mask=(at < COLUMNS // 32)[None, :], other=0)
-    scale = tl.broadcast_to(scale.to(tl.int32)[:, :, None], (BN, BW // 4, 4))
+    return tl.load(scales + rows[:, None] * (COLUMNS // 32) + at[None, :], mask=(at < COLUMNS // 32)[None, :], other=0)
+
+
+@triton.jit
+def unpack(word, scale, BN: tl.constexpr, BW: tl.constexpr, DT: tl.constexpr, PTX: tl.constexpr):
+    """Weights [BN, 8 BW] of type DT of packed ones, their columns in the order of `unpacked_order`."""
+    scale = tl.broadcast_to(powers(scale, DT, PTX)[:, :, None], (BN, BW // 4, 4))
     a0, b0, a1, b1, a2, b2, a3, b3 = decode_words(word, tl.reshape(scale, (BN, BW)), DT, PTX)
-    return plane(a0, b0, BN, BW), plane(a1, b1, BN, BW), plane(a2, b2, BN, BW), plane(a3, b3, BN, BW)
+    low = tl.join(tl.join(a0, b0), tl.join(a1, b1))
+    high = tl.join(tl.join(a2, b2), tl.join(a3, b3))
+    both = tl.reshape(tl.join(low, high), (BN, BW // 8, 4, 2, 2, 2, 2))  # row, 8 words, lane, its word, half, number
+    return tl.reshape(tl.permute(both, (0, 1, 6, 5, 3, 2, 4)), (BN, 8 * BW))
 
 
 @triton.jit
-def load_planes(x, first, COLUMNS: tl.constexpr, BW: tl.constexpr, DT: tl.constexpr):
-    """Four planes [2 BW, BM] of activations at the rows x [BM] of pointers, from word `first` on."""
-    c = 2 * first + tl.arange(0, 2 * BW)
-    inside = (c < COLUMNS // 4)[None, :]
-    at = x[:, None] + c[None, :]
-    return (
-        tl.trans(tl.load(at, mask=inside, other=0.0).to(DT)),
-        tl.trans(tl.load(at + COLUMNS // 4, mask=inside, other=0.0).to(DT)),
-        tl.trans(tl.load(at + 2 * (COLUMNS // 4), mask=inside, other=0.0).to(DT)),
-        tl.trans(tl.load(at + 3 * (COLUMNS // 4), mask=inside, other=0.0).to(DT)),
-    )
-
-
-@triton.jit
-def add_planes(total, weights, x):
-    total = tl.dot(weights[0], x[0], total, input_precision="ieee")
-    total = tl.dot(weights[1], x[1], total, input_precision="ieee")
-    total = tl.dot(weights[2], x[2], total, input_precision="ieee")
-    return tl.dot(weights[3], x[3], total, input_precision="ieee")
+def load_columns(x, real, c, WIDTH: tl.constexpr, DT: tl.constexpr):
+    """Columns c of the activations at the `real` ones of the rows x [BM] of pointers, as [columns, BM]."""
+    return tl.trans(tl.load(x[:, None] + c[None, :], mask=real[:, None] & (c < WIDTH)[None, :], other=0.0).to(DT))
 
 
 @triton.jit(do_not_specialize=["pairs", "count"])
@@ -219,11 +211,14 @@ def expert_tile(tiles, count, blocks):
 
 @triton.jit
 def tile_rows(order, first, end, PART: tl.constexpr, BM: tl.constexpr):
-    """(places [BM] of a tile's part, their pairs, which are real). The others repeat the first and are not stored."""
-    rows = first + PART * BM + tl.arange(0, BM)
-    real = rows < end
-    rows = tl.where(real, rows, first)
-    return rows.to(tl.int64), tl.load(order + rows), real
+    """(places [BM] of a tile's part, counted from `first`, their pairs, which are real).
+
+    The others repeat the first and are not stored.
+    """
+    rows = PART * BM + tl.arange(0, BM)
+    real = rows < end - first
+    rows = tl.where(real, rows, 0)
+    return rows, tl.load(order + first + rows), real
 
 
 @triton.jit
@@ -237,56 +232,91 @@ def activation(gate, up, beta, linear_beta, SITU: tl.constexpr, CAPPED: tl.const
 
 
 @triton.jit
-def store_planes(h, rows, real, value, first_n, M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """value [BN, BM] at the rows [BM] of h [R, M], as `load_planes` reads them."""
-    value = tl.trans(value.to(h.dtype.element_ty))
-    value = tl.reshape(tl.permute(tl.reshape(value, (BM, BN // 8, 2, 4)), (0, 3, 1, 2)), (BM, 4, BN // 4))
-    c = first_n // 4 + tl.arange(0, BN // 4)
-    place = (tl.arange(0, 4) * (M // 4))[:, None] + c[None, :]
-    mask = real[:, None, None] & (c < M // 4)[None, None, :]
-    tl.store(h + (rows * M)[:, None, None] + place[None, :, :], value, mask=mask)
+def unpacked_order(x, BM: tl.constexpr, BN: tl.constexpr):
+    """x [BM, BN] with its columns as `unpack` orders them, in blocks of 64.
+
+    Codes j and j + 4 of a word become neighbours, and four lanes take turns of two words each.
+    """
+    x = tl.permute(tl.reshape(x, (BM, BN // 64, 4, 2, 2, 4)), (0, 1, 5, 3, 2, 4))  # lane, its word, half, number
+    return tl.reshape(x, (BM, BN))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def order_kernel(x, ordered, tokens, D: tl.constexpr, X: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    row = tl.program_id(0) * BM + tl.arange(0, BM)[:, None].to(tl.int64)
+    c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
+    value = tl.load(x + row * D + c, mask=(row < tokens) & (c < D), other=0.0)
+    tl.store(ordered + row * X + c, unpacked_order(value, BM, BN), mask=(row < tokens) & (c < X))
+
+
+@triton.jit
+def packed_product(
+    x0, x1, x2, real0, real1, real2, weight, scale, rows,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr,
+    BW: tl.constexpr, DT: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows [BN] of packed weights times the activations at x0, x1, x2 [BM], the first one alone if PARTS is 1."""
+    total0 = tl.zeros((BN, BM), tl.float32)
+    total1, total2 = total0, total0
+    # Scales are too narrow for Triton's pipeline: the next ones are asked for a step ahead by hand.
+    scales = load_scales(scale, rows, 0, COLUMNS, BW)
+    for word in tl.range(0, COLUMNS // 8, BW, num_stages=STAGES):
+        next_scales = load_scales(scale, rows, word + BW, COLUMNS, BW)
+        weights = unpack(load_words(weight, rows, word, COLUMNS, BW), scales, BN, BW, DT, PTX)
+        c = 8 * word + tl.arange(0, 8 * BW)
+        total0 = tl.dot(weights, load_columns(x0, real0, c, WIDTH, DT), total0, input_precision="ieee")
+        if PARTS == 3:
+            total1 = tl.dot(weights, load_columns(x1, real1, c, WIDTH, DT), total1, input_precision="ieee")
+            total2 = tl.dot(weights, load_columns(x2, real2, c, WIDTH, DT), total2, input_precision="ieee")
+        scales = next_scales
+    return total0, total1, total2
+
+
+@triton.jit
+def store_activated(
+    h, rows, real, gate_up, first_n, beta, linear_beta, M: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SITU: tl.constexpr, CAPPED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """gate_up [BN, BM], half of it gate, at the rows [BM] of h [R, WIDTH], in the order of `unpacked_order`."""
+    gate, up = tl.split(tl.permute(tl.reshape(gate_up, (2, BN // 2, BM)), (1, 2, 0)))
+    value = activation(gate, up, beta, linear_beta, SITU, CAPPED, PTX)
+    c = first_n + tl.arange(0, BN // 2)
+    value = tl.trans(tl.where((c < M)[:, None], value, 0.0).to(h.dtype.element_ty))
+    place = (rows * WIDTH)[:, None] + c[None, :]
+    tl.store(h + place, unpacked_order(value, BM, BN // 2), mask=real[:, None] & (c < WIDTH)[None, :])
 
 
 @triton.jit
 def packed_gate_up_kernel(
     x, order, tiles, count, weight, scale, h, beta, linear_beta,
-    D: tl.constexpr, M: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr,
-    BW: tl.constexpr, SITU: tl.constexpr, CAPPED: tl.constexpr, DT: tl.constexpr, PTX: tl.constexpr,
-    STAGES: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, X: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr,
+    PARTS: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, SITU: tl.constexpr, CAPPED: tl.constexpr,
+    DT: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """h [R, M] = activation(gate, up) of the sorted pairs, its columns in planes; a tile has PARTS (1 or 3) of BM."""
-    expert, n_block, first, end = expert_tile(tiles, count, tl.cdiv(M, BN))
+    """h [R, WIDTH] = activation(gate, up) of the sorted pairs from x [T, X]; a tile has PARTS (1 or 3) of BM."""
+    expert, n_block, first, end = expert_tile(tiles, count, tl.cdiv(WIDTH, BN // 2))
     if expert < 0:
         return
-    n = tl.minimum(n_block * BN + tl.arange(0, BN), M - 1)
+    n = tl.arange(0, BN)
+    n = n // (BN // 2) * M + tl.minimum(n_block * (BN // 2) + n % (BN // 2), M - 1)
     weight += expert.to(tl.int64) * (2 * M * (D // 8))
     scale += expert.to(tl.int64) * (2 * M * (D // 32))
+    h += first.to(tl.int64) * WIDTH
     rows, pairs, real = tile_rows(order, first, end, 0, BM)
-    x0 = x + (pairs // TOP_K).to(tl.int64) * D
-    gate, up = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
+    x0 = x + (pairs // TOP_K).to(tl.int64) * X
+    x1, x2, real1, real2 = x0, x0, real, real
     if PARTS == 3:
         rows1, pairs1, real1 = tile_rows(order, first, end, 1, BM)
         rows2, pairs2, real2 = tile_rows(order, first, end, 2, BM)
-        x1, x2 = x + (pairs1 // TOP_K).to(tl.int64) * D, x + (pairs2 // TOP_K).to(tl.int64) * D
-        gate1, up1 = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
-        gate2, up2 = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
-    for word in tl.range(0, D // 8, BW, num_stages=STAGES):
-        of_gate = load_weights(weight, scale, n, word, D, BN, BW, DT, PTX)
-        of_up = load_weights(weight + M * (D // 8), scale + M * (D // 32), n, word, D, BN, BW, DT, PTX)
-        planes = load_planes(x0, word, D, BW, DT)
-        gate, up = add_planes(gate, of_gate, planes), add_planes(up, of_up, planes)
-        if PARTS == 3:
-            planes = load_planes(x1, word, D, BW, DT)
-            gate1, up1 = add_planes(gate1, of_gate, planes), add_planes(up1, of_up, planes)
-            planes = load_planes(x2, word, D, BW, DT)
-            gate2, up2 = add_planes(gate2, of_gate, planes), add_planes(up2, of_up, planes)
-    value = activation(gate, up, beta, linear_beta, SITU, CAPPED, PTX)
-    store_planes(h, rows, real, value, n_block * BN, M, BM, BN)
+        x1, x2 = x + (pairs1 // TOP_K).to(tl.int64) * X, x + (pairs2 // TOP_K).to(tl.int64) * X
+    total, total1, total2 = packed_product(
+        x0, x1, x2, real, real1, real2, weight, scale, n, D, X, BM, PARTS, BN, BW, DT, PTX, STAGES
+    )
+    c = n_block * (BN // 2)
+    store_activated(h, rows, real, total, c, beta, linear_beta, M, WIDTH, BM, BN, SITU, CAPPED, PTX)
     if PARTS == 3:
-        value = activation(gate1, up1, beta, linear_beta, SITU, CAPPED, PTX)
-        store_planes(h, rows1, real1, value, n_block * BN, M, BM, BN)
-        value = activation(gate2, up2, beta, linear_beta, SITU, CAPPED, PTX)
-        store_planes(h, rows2, real2, value, n_block * BN, M, BM, BN)
+        store_activated(h, rows1, real1, total1, c, beta, linear_beta, M, WIDTH, BM, BN, SITU, CAPPED, PTX)
+        store_activated(h, rows2, real2, total2, c, beta, linear_beta, M, WIDTH, BM, BN, SITU, CAPPED, PTX)
 
 
 @triton.jit
@@ -300,8 +330,8 @@ def store_weighted(y, routing, pairs, real, value, c, D: tl.constexpr):
 @triton.jit
 def packed_down_kernel(
     h, order, tiles, count, weight, scale, routing, y,
-    D: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    DT: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr,
+    BW: tl.constexpr, DT: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y [R, D] float32 = routing weight times down(h), at the place of the pair before sorting."""
     expert, n_block, first, end = expert_tile(tiles, count, tl.cdiv(D, BN))
@@ -311,18 +341,17 @@ def packed_down_kernel(
     n = tl.minimum(c, D - 1)
     weight += expert.to(tl.int64) * (D * (M // 8))
     scale += expert.to(tl.int64) * (D * (M // 32))
+    h += first.to(tl.int64) * WIDTH
     rows, pairs, real = tile_rows(order, first, end, 0, BM)
-    total = tl.zeros((BN, BM), tl.float32)
+    h0 = h + rows * WIDTH
+    h1, h2, real1, real2 = h0, h0, real, real
     if PARTS == 3:
         rows1, pairs1, real1 = tile_rows(order, first, end, 1, BM)
         rows2, pairs2, real2 = tile_rows(order, first, end, 2, BM)
-        total1, total2 = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
-    for word in tl.range(0, M // 8, BW, num_stages=STAGES):
-        weights = load_weights(weight, scale, n, word, M, BN, BW, DT, PTX)
-        total = add_planes(total, weights, load_planes(h + rows * M, word, M, BW, DT))
-        if PARTS == 3:
-            total1 = add_planes(total1, weights, load_planes(h + rows1 * M, word, M, BW, DT))
-            total2 = add_planes(total2, weights, load_planes(h + rows2 * M, word, M, BW, DT))
+        h1, h2 = h + rows1 * WIDTH, h + rows2 * WIDTH
+    total, total1, total2 = packed_product(
+        h0, h1, h2, real, real1, real2, weight, scale, n, M, WIDTH, BM, PARTS, BN, BW, DT, PTX, STAGES
+    )
     store_weighted(y, routing, pairs, real, total, c, D)
     if PARTS == 3:
         store_weighted(y, routing, pairs1, real1, total1, c, D)
@@ -348,12 +377,13 @@ def gate_up_kernel(
     for column in tl.range(0, D, BK, num_stages=STAGES):
         k = column + tl.arange(0, BK)
         inside = (k < D)[None, :]
-        b_x = tl.trans(tl.load(x[:, None] + k[None, :], mask=inside, other=0.0).to(DT))
+        b_x = load_columns(x, real, k, D, DT)
         w = tl.load(weight + n[:, None] * D + k[None, :], mask=inside, other=0.0).to(DT)
         gate = tl.dot(w, b_x, gate, input_precision="ieee")
         w = tl.load(weight + M * D + n[:, None] * D + k[None, :], mask=inside, other=0.0).to(DT)
         up = tl.dot(w, b_x, up, input_precision="ieee")
     value = activation(gate, up, beta, linear_beta, SITU, CAPPED, PTX).to(h.dtype.element_ty)
+    h += first.to(tl.int64) * M
     tl.store(h + (rows * M)[:, None] + c[None, :], tl.trans(value), mask=real[:, None] & (c < M)[None, :])
 
 
@@ -370,13 +400,13 @@ def down_kernel(
     c = n_block * BN + tl.arange(0, BN)
     n = tl.minimum(c, D - 1)
     rows, pairs, real = tile_rows(order, first, end, 0, BM)
-    h += rows * M
+    h += first.to(tl.int64) * M + rows * M
     weight += expert.to(tl.int64) * (D * M)
     total = tl.zeros((BN, BM), tl.float32)
     for column in tl.range(0, M, BK, num_stages=STAGES):
         k = column + tl.arange(0, BK)
         inside = (k < M)[None, :]
-        b_h = tl.trans(tl.load(h[:, None] + k[None, :], mask=inside, other=0.0).to(DT))
+        b_h = load_columns(h, real, k, M, DT)
         w = tl.load(weight + n[:, None] * M + k[None, :], mask=inside, other=0.0).to(DT)
         total = tl.dot(w, b_h, total, input_precision="ieee")
     store_weighted(y, routing, pairs, real, total, c, D)
@@ -424,6 +454,15 @@ def plan(expert_ids, experts: int, block_m: int):
     return order, tiles
 
 
+def in_unpacked_order(x):
+    """x [T, D] with its columns as `unpack` orders them, and zeros up to a multiple of 64."""
+    tokens, size = x.shape
+    ordered = torch.empty(tokens, triton.cdiv(size, 64) * 64, device=x.device, dtype=x.dtype)
+    grid = (triton.cdiv(tokens, 16), triton.cdiv(size, 256))
+    order_kernel[grid](x, ordered, tokens, size, ordered.shape[1], 16, 256, num_warps=4)
+    return ordered
+
+
 def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale, beta, linear_beta):
     """As `experts.fused_experts`, whose arguments these are; `beta` None for SwiGLU."""
     (tokens, size), top_k = x.shape, expert_ids.shape[1]
@@ -432,28 +471,32 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     block_m, parts = tile_size(pairs, experts, packed)
     order, tiles = plan(expert_ids.flatten(), experts, block_m * parts)
     gate_up, down = gate_up.contiguous(), down.contiguous()
-    if packed:  # the order of `plane`: code 4 half + number of a word is the half of plane `number`
-        x = x.view(tokens, -1, 2, 4).permute(0, 3, 1, 2)
+    x, routing = x.contiguous(), expert_weights.contiguous()
+    if packed:
+        x = in_unpacked_order(x)
         gate_up, down = gate_up.view(torch.int32), down.view(torch.int32)
         gate_up_scale, down_scale = gate_up_scale.contiguous(), down_scale.contiguous()
-    x, routing = x.contiguous(), expert_weights.contiguous()
     # Scales of packed weights span the range of bfloat16.
     operand = tl.float32 if x.dtype == torch.float32 else tl.bfloat16 if packed else operand_of(x.dtype)
-    h = torch.empty(pairs, width, device=x.device, dtype=x.dtype)
+    inner = triton.cdiv(width, 64) * 64 if packed else width
+    h = torch.empty(pairs, inner, device=x.device, dtype=x.dtype)
     y = torch.empty(pairs, size, device=x.device, dtype=torch.float32)
-    block_n, block_k, warps, stages = block_sizes(block_m, parts, packed, x.dtype, tools.shared_bytes(x.device))
+    sizes = [block_sizes(block_m, parts, packed, down, x.dtype, tools.shared_bytes(x.device)) for down in (False, True)]
     count, situ, capped = tiles.shape[1], beta is not None, linear_beta is not None
     betas = beta or 1.0, linear_beta or 1.0
-    grids = [(count * triton.cdiv(rows, block_n),) for rows in (width, size)]
+    rows = 2 * inner if packed else width, size
+    grids = [(count * triton.cdiv(n, block_n),) for n, (block_n, *_) in zip(rows, sizes, strict=True)]
+    (block_n, block_k, warps, stages), (down_n, down_k, down_warps, down_stages) = sizes
     if packed:
         packed_gate_up_kernel[grids[0]](
             x, order, tiles, count, gate_up, gate_up_scale, h, *betas,
-            size, width, top_k, block_m, parts, block_n, block_k, situ, capped, operand, tools.USE_PTX, stages,
-            num_warps=warps,
+            size, width, x.shape[1], inner, top_k, block_m, parts, block_n, block_k, situ, capped, operand,
+            tools.USE_PTX, stages, num_warps=warps,
         )  # fmt: skip
         packed_down_kernel[grids[1]](
             h, order, tiles, count, down, down_scale, routing, y,
-            size, width, block_m, parts, block_n, block_k, operand, tools.USE_PTX, stages, num_warps=warps,
+            size, width, inner, block_m, parts, down_n, down_k, operand, tools.USE_PTX, down_stages,
+            num_warps=down_warps,
         )  # fmt: skip
     else:
         gate_up_kernel[grids[0]](
@@ -463,30 +506,35 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
         )  # fmt: skip
         down_kernel[grids[1]](
             h, order, tiles, count, down, routing, y,
-            size, width, block_m, block_n, block_k, operand, stages, num_warps=warps,
+            size, width, block_m, down_n, down_k, operand, down_stages, num_warps=down_warps,
         )  # fmt: skip
-    return y.view(tokens, top_k, size).sum(1)
+    return y if top_k == 1 else y.view(tokens, top_k, size).sum(1)
 
 
 def operand_of(dtype: torch.dtype):
     return tl.float16 if dtype == torch.float16 else tl.bfloat16
 
 
-def block_sizes(block_m: int, parts: int, packed: bool, dtype: torch.dtype, shared: int) -> tuple[int, int, int, int]:
+def block_sizes(
+    block_m: int, parts: int, packed: bool, down: bool, dtype: torch.dtype, shared: int
+) -> tuple[int, int, int, int]:
     """Rows of weights, columns (words of packed ones) a step, warps, and steps in flight (measured on an H200).
 
     Fewer steps in flight, then narrower ones, where a program has less than `shared` bytes of shared memory for them.
     """
     if dtype == torch.float32:
-        return 32, 8 if packed else 32, 4, 1
+        return (128, 8, 4, 1) if packed else (32, 32, 4, 1)
     if packed:
-        rows, columns, warps, stages = (64, 8, 4, 3) if parts == 3 else (64, 32, 4, 3)
+        rows, columns, warps, stages = (128, 16, 8, 3) if parts == 3 else (128, 16, 4, 3)
+    elif block_m == 128:
+        # Two accumulators, or one of the same size: the larger a tile, the less is read again.
+        rows, columns, warps, stages = (256 if down else 128), 64, 8, 4
     else:
-        rows, columns, warps, stages = (128, 64, 8, 4) if block_m == 128 else (64, 128, 4, 3)
+        rows, columns, warps, stages = 64, 128, 4, 3
 
     def needed():
-        activations = parts * block_m * columns * (16 if packed else 2)
-        return max(1, stages - 1) * (activations + 2 * rows * columns * (4.25 if packed else 2))
+        weights = rows * columns * 4.25 if packed else (1 if down else 2) * rows * columns * 2
+        return max(1, stages - 1) * (parts * block_m * columns * (16 if packed else 2) + weights)
 
     while needed() > shared and stages > 2:
         stages -= 1

@@ -261,12 +261,14 @@ def backward(
     dq, dk, dv, dg, dbeta = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta))
     d_rate = torch.empty(blocks.count, heads, device=q.device)
     d_bias = torch.empty(blocks.count, heads, key_size, device=q.device)
+    narrow = forward_pass.is_narrow(lower_bound)
+    warps = 4 if key_size <= 128 and narrow else 8  # the three factorings of other gates hold more than 4 can
     chunk_backward_kernel[(heads * blocks.count,)](
         q, k, g, beta, A_log, dt_bias, cu_seqlens, blocks.offsets, blocks.sequence,
         inverse, lower, updated, residual, states, d_out, du, dstates, dq, dk, dv, dg, dbeta, d_rate, d_bias,
         length, q.stride(1), k.stride(1), g.stride(1), beta.stride(1), scale, lower_bound or 0.0, eps,
         heads, key_size, value_size, block_k, block_v, min(32, block_v), CHUNK, operand, lower_bound is not None,
-        forward_pass.is_narrow(lower_bound), varlen, tools.USE_PTX, num_warps=4 if key_size <= 128 else 8, num_stages=1,
+        narrow, varlen, tools.USE_PTX, num_warps=warps, num_stages=1,
     )  # fmt: skip
     d_A_log, d_dt_bias = d_rate.sum(0).to(A_log.dtype), d_bias.sum(0).flatten().to(dt_bias.dtype)
     return dq, dk, dv, dg, dbeta, d_A_log, d_dt_bias, d_initial

@@ -417,7 +417,8 @@ def prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlen
         lower_bound or 0.0, eps,
         heads, key_size, value_size, tools.block(key_size), tools.block(value_size), CHUNK, operand, inverse_type,
         lower_bound is not None, is_narrow(lower_bound), cu_seqlens is not None, for_backward, tools.USE_PTX,
-        num_warps=2 if key_size <= 128 else 4, num_stages=1,
+        # three factorings hold more than two warps have registers for
+        num_warps=2 if key_size <= 128 and is_narrow(lower_bound) else 4, num_stages=1,
     )  # fmt: skip
     return work, decay, inverse, lower, residual
 

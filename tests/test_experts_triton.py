@@ -8,7 +8,7 @@ from kimi_k3.kernels import dispatch, experts, mxfp4, situ
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 experts_triton = pytest.importorskip("kimi_k3.kernels.experts_triton")
-decode_words = experts_triton.decode_words
+decode_words, powers = experts_triton.decode_words, experts_triton.powers
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -87,7 +87,7 @@ def test_ragged_groups(case, packed):
 def decode_all(packed, scale, out, DT: tl.constexpr, PTX: tl.constexpr):
     row, w = tl.program_id(0), tl.arange(0, 16)[None, :]
     word = tl.load(packed + row * 4 + w, mask=w < 4, other=0)
-    n0, n4, n1, n5, n2, n6, n3, n7 = decode_words(word, tl.load(scale + row + 0 * w).to(tl.int32), DT, PTX)
+    n0, n4, n1, n5, n2, n6, n3, n7 = decode_words(word, powers(tl.load(scale + row + 0 * w), DT, PTX), DT, PTX)
     out += row * 32 + 8 * w
     tl.store(out, n0.to(tl.float32), mask=w < 4)
     tl.store(out + 1, n1.to(tl.float32), mask=w < 4)

@@ -38,7 +38,7 @@ COMMON = dict(
     SEGMENTS=1, STEPS=4, STAGES=1 if backend == "hip" else 3, checkpoints=None, checkpoint_offsets=None,
     ONE_TOKEN=True, N=9, D=7168, BD=8192, NORM=True, KEEP=True, HAS_MIXED=True, HAS_OUT=True,
 )
-EXPERTS = dict(D=3584, M=3072, TOP_K=16, SITU=True, CAPPED=True, P=64, BM=16)
+EXPERTS = dict(D=3584, M=3072, X=3584, WIDTH=3072, TOP_K=16, SITU=True, CAPPED=True, P=64, BM=16)
 RANKS = dict.fromkeys("counts ranks".split(), "*i32") | dict(pairs="i32")
 BYTES = dict(weight="*i32", scale="*u8", beta="fp32")
 # Kimi K3's latents, with the tiles that a GPU of this kind gets; a mask a row, and one a token of a draft.
@@ -51,19 +51,21 @@ NORMS = dict(D=7168, BD=8192, BR=1)
 GLU, BETA = dict(M=33792, BLOCK=1024, SITU=True, CAPPED=True), dict(beta="fp32")
 CASES = [
     (kda_chunk_triton.prepare_kernel, 2, dict(residual=None), {}),
-    (kda_chunk_triton.prepare_kernel, 2, dict(residual=None, BOUNDED=False, NARROW=False), {}),
+    (kda_chunk_triton.prepare_kernel, 4, dict(residual=None, BOUNDED=False, NARROW=False), {}),
     (kda_chunk_triton.scan_kernel, 4, dict(BV=64, states=None, updated=None, residual=None), {}),
     (kda_chunk_triton.prepare_kernel, 2, dict(FOR_BACKWARD=True, inverse_out=..., lower_out=...), {}),
     (kda_chunk_triton.scan_kernel, 4, dict(BV=64, FOR_BACKWARD=True), {}),
     (kda_chunk_triton.transition_kernel, 4, dict(BV=64), {}),
     (kda_backward_triton.scan_backward_kernel, 4, dict(BV=64), {}),
     (kda_backward_triton.chunk_backward_kernel, 4, {}, {}),
+    (kda_backward_triton.chunk_backward_kernel, 8, dict(BOUNDED=False, NARROW=False), {}),
     (kda_step_triton.step_kernel, 4, {}, {}),
     (short_conv_triton.conv_kernel, 4, {}, dict(weight="*fp32")),
     (short_conv_triton.conv_backward_kernel, 4, {}, dict(weight="*fp32")),
     (attn_res_triton.mix_kernel, 8, {}, {}),
     (attn_res_triton.mix_backward_kernel, 8, {}, {}),
     (experts_triton.plan_kernel, 1, EXPERTS, RANKS),
+    (experts_triton.order_kernel, 4, dict(D=3584, X=3584, BM=16, BN=256), {}),
     (experts_triton.rank_kernel, 4, dict(P=1024), RANKS),
     (experts_triton.tiles_kernel, 4, dict(EXPERTS=896, E=1024, BM=64), RANKS),
     (experts_triton.place_kernel, 4, dict(P=1024), RANKS),
@@ -77,13 +79,14 @@ CASES = [
 ]
 # The tiles of the experts that a GPU of this kind gets.
 for BM, PARTS, PACKED in ((16, 1, False), (128, 1, False), (64, 1, True), (64, 3, True)):
-    BN, BK, WARPS, STEPS = experts_triton.block_sizes(BM, PARTS, PACKED, torch.bfloat16, SHARED)
-    OPTIONS = dict(EXPERTS, BM=BM, PARTS=PARTS, BN=BN, BK=BK, BW=BK, STAGES=STEPS)
     if PACKED:
         KERNELS = experts_triton.packed_gate_up_kernel, experts_triton.packed_down_kernel
     else:
         KERNELS = experts_triton.gate_up_kernel, experts_triton.down_kernel
-    CASES += [(kernel, WARPS, OPTIONS, BYTES if PACKED else dict(beta="fp32")) for kernel in KERNELS]
+    for DOWN in (False, True):
+        BN, BK, WARPS, STEPS = experts_triton.block_sizes(BM, PARTS, PACKED, DOWN, torch.bfloat16, SHARED)
+        OPTIONS = dict(EXPERTS, BM=BM, PARTS=PARTS, BN=BN, BK=BK, BW=BK, STAGES=STEPS)
+        CASES.append((KERNELS[DOWN], WARPS, OPTIONS, BYTES if PACKED else dict(beta="fp32")))
 for kernel, warps, options, types in CASES:
     constants = {name: value for name, value in {**COMMON, **options}.items()
                  if name in kernel.arg_names and value is not ...}
@@ -116,4 +119,4 @@ def test_every_kernel_compiles(target):
         [sys.executable, "-P", "-c", COMPILE, *target], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 32
+    assert len(done.stdout.splitlines()) == 34
