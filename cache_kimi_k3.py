@@ -13,6 +13,7 @@ import copy
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -110,15 +111,42 @@ class HybridCache(Cache):
             if hasattr(layer, "recorded_columns"):
                 layer.recorded_columns = max(columns, layer.recorded_columns)
 
-    def snapshot(self) -> "HybridCache":
+    def keep_states(self, columns: Iterable[int]) -> None:
+        """Let coming forwards, of tokens without padding, export the states at these columns for `snapshot(column)`.
+
+        What was asked for and kept before is forgotten; without columns nothing is kept any more.
+
+        Raises:
+            ValueError: for a column that has been passed, and for static shapes.
+        """
+        columns, held = frozenset(columns), self.get_seq_length()
+        if self.is_compileable:
+            raise ValueError("a static cache keeps one state: use HybridCache(config) without max_length")
+        if columns and min(columns) <= held:
+            raise ValueError(f"column {min(columns)} has been passed, the cache holds {held}: ask before the forward")
+        for layer in self.layers:
+            if isinstance(layer, KDACacheLayer):
+                layer.keep_states(columns)
+
+    def snapshot(self, column: int | None = None) -> "HybridCache":
         """This boundary, to return to with `restore` or to go on from as a cache of its own.
 
         Nothing is copied until one of the two is written where the other reads.
+
+        Args:
+            column: an earlier boundary, of those that `keep_states` named.
+
+        Raises:
+            ValueError: for a column at which no state was kept.
         """
+        earlier = column is not None and column != self.get_seq_length()
+        for layer in self.layers if earlier else ():
+            if not (column in layer.kept if isinstance(layer, KDACacheLayer) else 0 < column <= layer.seq_length):
+                raise ValueError(f"no state was kept at column {column}: call keep_states before the forward")
         forked = copy.copy(self)
-        forked.layers = [layer.fork() for layer in self.layers]
+        forked.layers = [layer.fork_at(column) if earlier else layer.fork() for layer in self.layers]
         forked.real = None
-        forked._replace_real(self.real)
+        forked._replace_real(self.real if not earlier or self.real is None else self.real[:, :column])
         return forked
 
     def restore(self, snapshot: "HybridCache") -> None:
@@ -147,6 +175,10 @@ class HybridCache(Cache):
         """
         if attention_mask is None and self.padded:
             raise ValueError(_MASK_MISSING)
+        inside = range(1, embeds.shape[1])
+        kept = [layer for layer in self.layers if isinstance(layer, KDACacheLayer)] if padding else []
+        if any(column - layer.seq_length in inside for layer in kept for column in layer.wanted):
+            raise ValueError("a forward with padding exports no states: call keep_states for rows without padding")
         if self.is_compileable:
             self._take_mask_in_place(attention_mask, embeds)
         elif attention_mask is not None:

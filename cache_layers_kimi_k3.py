@@ -169,6 +169,8 @@ class KDACacheLayer(_StateLayer):
         self.recurrent_state: torch.Tensor | None = None
         self.record_past = False
         self.recorded_columns = RECORDED_COLUMNS
+        self.wanted: frozenset[int] = frozenset()  # columns at which forwards keep the state for a snapshot
+        self.kept: dict[int, tuple] = {}  # {column: (conv_tails, recurrent_state)}, of those that were passed
         self._boundary: tuple | None = None  # (conv_tails, recurrent_state) before the recorded tokens
         self._recorded: list[ProjectedInputs] = []
 
@@ -186,7 +188,26 @@ class KDACacheLayer(_StateLayer):
             return None, None
         return tuple(_usable(tail, device) for tail in self.conv_tails), _usable(self.recurrent_state, device)
 
-    def record(self, projected, logits, weights, order, batch: int, length: int) -> None:
+    def keep_states(self, columns: frozenset[int]) -> None:
+        """Forget the states kept so far; from the next forward on keep those at these columns."""
+        self.wanted, self.kept = columns, {}
+
+    def boundaries(self, length: int) -> list[int]:
+        """Numbers of tokens inside the next forward, of `length` columns without padding, at which it has to export its
+        state: those that a snapshot may ask for, and where a recording cache will be able to go back to."""
+        inside = {column - self.seq_length for column in self.wanted}
+        if self.record_past and self._recorded_columns() + length > 2 * self.recorded_columns:
+            inside.add(length - self.recorded_columns)
+        return sorted(boundary for boundary in inside if 0 < boundary < length)
+
+    def export(self, states: dict[int, tuple]) -> None:
+        """Before `store`: keep what was asked for of {tokens inside the forward: (conv_tails, recurrent_state)}."""
+        for inside, (tails, state) in states.items():
+            if self.seq_length + inside in self.wanted:
+                home = _home(self.offload, state.device)
+                self.kept[self.seq_length + inside] = tuple(tail.to(home) for tail in tails), state.to(home)
+
+    def record(self, projected, logits, weights, order, batch: int, length: int, exported: dict[int, tuple]) -> None:
         """Keep the inputs of a forward before its state is stored.
 
         Args:
@@ -194,6 +215,7 @@ class KDACacheLayer(_StateLayer):
                 real tokens.
             weights: as `kda_step.advance` takes them.
             order: [n] flat indices of the real tokens in [B, T], None when all are.
+            exported: as `export` takes them, for all of `boundaries` unless there is padding.
         """
         home = _home(self.offload, projected[0].device)
         if not self._recorded:
@@ -207,9 +229,15 @@ class KDACacheLayer(_StateLayer):
             length,
             order is None,
         )
+        excess = self._recorded_columns() + length - self.recorded_columns
+        if excess > self.recorded_columns and length - self.recorded_columns in exported:  # a prompt
+            passed = length - self.recorded_columns
+            tails, state = exported[passed]
+            self._boundary = tuple(tail.detach().to(home) for tail in tails), state.detach().to(home)
+            self._recorded = [part.without_first(passed).to(home)]
+            return
         self._recorded.append(part.to(home))
-        excess = self._recorded_columns() - self.recorded_columns
-        if excess > self.recorded_columns:  # a prompt, or a long run without a crop: move the boundary up
+        if excess > self.recorded_columns:  # a prompt with padding, or a long run without a crop: move the boundary up
             self._boundary = self._advanced(excess, batch)
             while excess >= self._recorded[0].length:
                 excess -= self._recorded.pop(0).length
@@ -231,6 +259,7 @@ class KDACacheLayer(_StateLayer):
         if remove:
             self.conv_tails, self.recurrent_state = self._advanced(recorded - remove, self.batch_size)
             self.seq_length -= remove
+            self.kept = {column: state for column, state in self.kept.items() if column <= self.seq_length}
         self._boundary, self._recorded = None, []
 
     @torch.no_grad()
@@ -254,6 +283,8 @@ class KDACacheLayer(_StateLayer):
         self.conv_tails, self.recurrent_state = tuple(tail.to(home) for tail in conv_tails), recurrent_state.to(home)
         self.seq_length += new_tokens
         self.is_initialized = True
+        if self.seq_length in self.wanted:
+            self.kept[self.seq_length] = self.conv_tails, self.recurrent_state
 
     def tensors(self) -> list[torch.Tensor]:
         return [*self.conv_tails, self.recurrent_state] if self.is_initialized else []
@@ -269,11 +300,23 @@ class KDACacheLayer(_StateLayer):
         if self._boundary is not None and self._boundary[1] is not None:
             tails, state = self._boundary
             self._boundary = tuple(function(tail) for tail in tails), function(state)
+        self.kept = {
+            column: (tuple(function(tail) for tail in tails), function(state))
+            for column, (tails, state) in self.kept.items()
+        }
 
     def fork(self) -> "KDACacheLayer":
         """A second holder of the same state: tensors are replaced, never written, so they can be shared."""
         forked = copy.copy(self)
         forked._recorded = list(self._recorded)
+        forked.keep_states(frozenset())
+        return forked
+
+    def fork_at(self, column: int) -> "KDACacheLayer":
+        """A holder of the state that was kept there, not recording."""
+        tails, state = self.kept[column]
+        forked = KDACacheLayer(self.offload)
+        forked.load([*tails, state], column)
         return forked
 
     def load(self, tensors: list[torch.Tensor], seq_length: int) -> None:
@@ -364,6 +407,12 @@ class LatentCacheLayer(_StateLayer):
         """A second holder of the same latents; whoever would write where another one reads copies the buffer first."""
         forked = copy.copy(self)
         self._holders.add(forked)
+        return forked
+
+    def fork_at(self, column: int) -> "LatentCacheLayer":
+        """The same of the first `column` columns."""
+        forked = self.fork()
+        forked.seq_length = column
         return forked
 
     def __deepcopy__(self, memo):
@@ -505,6 +554,11 @@ class StaticKDACacheLayer(_StaticLayer):
     tensor_names = KDA_TENSORS
     writes_in_place = True
     record_past = False
+
+    @staticmethod
+    def boundaries(length: int) -> list[int]:
+        """As `KDACacheLayer.boundaries`: nothing is exported."""
+        return []
 
     def read(self, device) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:
         """As `KDACacheLayer.read`; the layer never leaves its device."""

@@ -151,11 +151,11 @@ class KimiK3DeltaAttention(nn.Module):
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         conv_weights = self.q_conv1d(), self.k_conv1d(), self.v_conv1d()
         weights = conv_weights, self.A_log, self.dt_bias, self.lower_bound
-        if state is not None and state.record_past:
-            state.record(projected, logits, weights, layout.order if layout is not None else None, batch, length)
+        boundaries = state.boundaries(length) if state is not None and layout is None else []
+        exported = {}
         with kda.full_precision(x.device):
             # An offloaded norm has its weight only while it is called.
-            few = tails is not None and layout is None and length <= kda_step.MAX_TOKENS
+            few = tails is not None and layout is None and length <= kda_step.MAX_TOKENS and not boundaries
             if few and not self.o_norm.weight.is_meta:
                 out, new_tails, recurrent = kda_step.kda_step(
                     *projected,
@@ -173,11 +173,20 @@ class KimiK3DeltaAttention(nn.Module):
                 convolved, new_tails = short_conv.short_convs(projected, conv_weights, tails, cu_seqlens)
                 heads = (*x.shape[:2], self.num_heads, self.head_dim)
                 q, k, v, decay = (u.view(heads) for u in (*convolved, logits[0]))
-                out, recurrent = kda.fused_kda(
-                    q, k, v, decay, logits[1], *weights[1:], initial_state=recurrent, cu_seqlens=cu_seqlens
-                )
+                arguments = q, k, v, decay, logits[1], *weights[1:], recurrent
+                if boundaries:
+                    out, recurrent, states = kda.fused_kda_states(*arguments, boundaries)
+                    passed = (short_conv.tails_after(projected, tails, conv_weights, tokens) for tokens in boundaries)
+                    exported = dict(zip(boundaries, zip(passed, states, strict=True), strict=True))
+                else:
+                    out, recurrent = kda.fused_kda(*arguments, cu_seqlens)
                 out = self.o_norm(out, gate.view(heads)).flatten(-2)
         if state is not None:
+            if state.record_past:
+                order = layout.order if layout is not None else None
+                state.record(projected, logits, weights, order, batch, length, exported)
+            if exported:
+                state.export(exported)
             state.store(new_tails, recurrent, length, **kept_rows)
         if layout is not None:
             out = layout.put_back(out, batch, length)

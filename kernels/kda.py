@@ -36,6 +36,9 @@ CHUNK = 64
 GROUP_TOKENS = 1024
 # So many tokens cost less one after another than as one chunk that is mostly padding (measured on a CPU).
 FEW_TOKENS = 16
+# Between two states that the scan kernel exports lies a multiple of its chunk; from LONG_PIECE tokens on it cuts a
+# sequence of few heads into parts instead (`kda_chunk_triton.segments_of`).
+KERNEL_CHUNK, LONG_PIECE = 32, 32768
 
 
 def working_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -140,14 +143,86 @@ def _composed(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_s
     return out.to(v.dtype), state.to(state_dtype)
 
 
-def _forward_kernels(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens):
+def fused_kda_states(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    lower_bound: float | None,
+    initial_state: torch.Tensor | None,
+    boundaries: list[int],
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """`fused_kda` of a batch without `cu_seqlens`, and the states at boundaries inside it from the same scan.
+
+    The scan kernel writes the states at evenly spaced boundaries itself; at others, and in torch, the sequence is
+    scanned piece after piece, each once.
+
+    Args:
+        boundaries: numbers of tokens, rising, each from 1 to T - 1.
+
+    Returns:
+        o and the final states as `fused_kda`, and the states [B, H, K, V] after each number of tokens, each in memory
+        of its own.
+    """
+    tokens, gate = (q, k, v, g, beta), (A_log, dt_bias, lower_bound)
+    cuts = [0, *boundaries, q.shape[1]]
+    given = () if initial_state is None else (initial_state,)
+    kernels = not dispatch.needs_grad(*tokens, A_log, dt_bias, *given) and (
+        dispatch.triton_refusal(*tokens, A_log, dt_bias, *given, sizes=(q.shape[-1], v.shape[-1])) is None
+    )
+    outputs, states, state, at = [], [], initial_state, 0
+    while at + 1 < len(cuts):
+        pieces = _even_pieces(cuts[at:]) if kernels else 1
+        part = [x[:, cuts[at] : cuts[at + pieces]] for x in tokens]
+        results = None
+        if pieces > 1:
+            every = cuts[at + 1] - cuts[at]
+            rows = map(dispatch.token_rows, part)
+            results = dispatch.run_kernels(_forward_kernels, *rows, *gate, state, None, every)
+        if results is None:
+            pieces = 1
+            out, state = fused_kda(*(x[:, : cuts[at + 1] - cuts[at]] for x in part), *gate, initial_state=state)
+        else:
+            out, state, inner = results
+            inner = inner.view(q.shape[0], -1, *inner.shape[1:])
+            states += [inner[:, i].clone() for i in range(pieces - 1)]
+        outputs.append(out)
+        states.append(state)
+        at += pieces
+    return torch.cat(outputs, dim=1), state, states[:-1]
+
+
+def _even_pieces(cuts: list[int]) -> int:
+    """How many pieces from the first one on the scan kernel takes in one launch: of one size, the last one shorter.
+
+    A piece that the kernel would cut into parallel parts is better off alone, because one that exports states is not.
+    """
+    every = cuts[1] - cuts[0]
+    if every % KERNEL_CHUNK or every >= LONG_PIECE:
+        return 1
+    pieces = 1
+    while pieces + 1 < len(cuts) and cuts[pieces + 1] - cuts[pieces] == every:
+        pieces += 1
+    if pieces + 2 == len(cuts) and cuts[-1] - cuts[pieces] < every:
+        pieces += 1
+    return pieces
+
+
+def _forward_kernels(
+    q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, checkpoint_every=0
+):  # fmt: skip
     from . import kda_chunk_triton
 
     if initial_state is not None:
         initial_state = initial_state.contiguous()
-    return kda_chunk_triton.forward(
-        q, k, v, g, beta, A_log, dt_bias, lower_bound, q.shape[-1] ** -0.5, L2_EPS, initial_state, cu_seqlens
-    )[:2]
+    results = kda_chunk_triton.forward(
+        q, k, v, g, beta, A_log, dt_bias, lower_bound, q.shape[-1] ** -0.5, L2_EPS, initial_state, cu_seqlens,
+        checkpoint_every,
+    )  # fmt: skip
+    return results if checkpoint_every else results[:2]
 
 
 class _FusedKDA(torch.autograd.Function):

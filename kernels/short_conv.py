@@ -53,6 +53,20 @@ def short_convs(
     return outputs, new_tails
 
 
+def tails_after(
+    inputs: tuple[torch.Tensor, ...],
+    tails: tuple[torch.Tensor, ...] | None,
+    weights: tuple[torch.Tensor, ...],
+    tokens: int,
+) -> tuple[torch.Tensor, ...]:
+    """The tails that `short_convs` would return of the first so many tokens of a batch without `cu_seqlens`."""
+    tails = [None] * len(inputs) if tails is None else [t.to(x.dtype) for t, x in zip(tails, inputs, strict=True)]
+    return tuple(
+        advance_tail(x[:, :tokens], tail, weight.shape[-1])
+        for x, tail, weight in zip(inputs, tails, weights, strict=True)
+    )
+
+
 def _composed(x, weight, tail, cu_seqlens):
     """y of `short_conv` in torch."""
     accumulate = torch.promote_types(x.dtype, torch.float32)

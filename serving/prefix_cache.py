@@ -25,7 +25,7 @@ from ..cache_kimi_k3 import HybridCache, model_fingerprint
 from ..cache_layers_kimi_k3 import LatentCacheLayer
 from ..modeling_kimi_k3 import CACHE_ARGUMENT
 from .cost import ModelCost, text_cost
-from .prefix_index import PrefixIndex, Segment
+from .prefix_index import PrefixIndex, Segment, chained, token_bytes
 from .tiers import DiskTier, MemoryTier, PartId, Tensors, Tier
 
 LATENTS, STATE = "latents", "state"
@@ -38,7 +38,8 @@ class Prefilled:
     Attributes:
         cache: at the boundary behind them, the caller's own.
         hit: tokens that were restored.
-        splits: boundaries of all forwards that made the state, the last of them `cache.get_seq_length()`.
+        splits: boundaries at which states were kept or forwards ended, the last of them `cache.get_seq_length()`.
+        exact: every one of them ended a forward, so that a cold run split there gives the same bits.
         logits: of the tokens that ran, [1, n, vocabulary], if they were asked for.
     """
 
@@ -46,6 +47,7 @@ class Prefilled:
     hit: int
     splits: list[int]
     segment: Segment | None
+    exact: bool = True
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -60,6 +62,8 @@ class PrefixCache:
         folder, disk_bytes: of the disk tier; None leaves it out. Prefixes of several models can lie in one folder.
         block: tokens of a block of latents, and the granularity at which a shared prefix is recognised.
         every: tokens between two kept states of a long prompt.
+        chunk: tokens that one forward may read, with the states inside it exported in the same pass. None: a forward
+            ends at every state, which makes a hit exact to the last bit (docs/serving.md).
         write_through: copy to the lower tiers at once; otherwise a part moves down when the tier above is full.
 
     Raises:
@@ -76,14 +80,17 @@ class PrefixCache:
         block: int = 512,
         every: int = 32768,
         write_through: bool = True,
+        chunk: int | None = None,
     ):
         if block < 1 or every < block or every % block:
             raise ValueError(f"every ({every}) must be a positive multiple of block ({block})")
+        if chunk is not None and chunk < every:
+            raise ValueError(f"chunk ({chunk}) must be at least every ({every}): a forward ends at a state")
         if min(device_bytes, host_bytes, disk_bytes) < 0:
             raise ValueError("budgets are numbers of bytes that are not negative")
         if (folder is None) != (disk_bytes == 0):
             raise ValueError("folder and disk_bytes belong together: give both or neither")
-        self.model, self.every, self.write_through = model, every, write_through
+        self.model, self.every, self.chunk, self.write_through = model, every, chunk, write_through
         self.index = PrefixIndex(numerics_fingerprint(model), block)
         self.tiers: list[Tier] = [MemoryTier("device", model.device, device_bytes)]
         if host_bytes:
@@ -224,19 +231,27 @@ class PrefixCache:
         last = len(tokens) - 1
         cache, segment, shared = self._restored_prefix(tokens)
         hit = segment.end
-        done = Prefilled(cache, hit, segment.splits(), segment)
+        done = Prefilled(cache, hit, segment.splits(), segment, not any(s.forward for s in segment.chain()))
         boundaries = {*range(self.every, last, self.every), shared, last}
         try:
             with torch.no_grad():
-                for end in sorted(boundary for boundary in boundaries if hit < boundary <= last):
+                for ends in self._forwards(hit, sorted(end for end in boundaries if hit < end <= last)):
                     start = int(cache.get_seq_length())
-                    part = input_ids[:, start:end]
+                    part = input_ids[:, start : ends[-1]]
                     kept = 0 if keep_logits else 1
+                    cache.keep_states(ends[:-1])
                     logits = self.model(part, logits_to_keep=kept, **{CACHE_ARGUMENT: cache}).logits
                     if keep_logits:
                         done.logits.append(logits)
-                    done.splits.append(end)
-                    self._keep(done, tokens[start:end], steps=False)
+                    forward = b""
+                    if len(ends) > 1:
+                        done.exact = False
+                        forward = chained(b"", token_bytes(tokens[start : ends[-1]]), token_bytes(ends))
+                    for end in ends:
+                        done.splits.append(end)
+                        self._keep(done, tokens[start:end], cache.snapshot(end), forward=forward)
+                        start = end
+                    cache.keep_states(())
             with self._lock:
                 self.lookups += 1
                 self.hits += hit > 0
@@ -249,15 +264,29 @@ class PrefixCache:
                     done.segment.unpin()
                     self._prune(done.segment)
 
+    def _forwards(self, start: int, ends: list[int]) -> list[list[int]]:
+        """The states to keep behind `start`, by the forward that makes them: its last one ends there."""
+        forwards: list[list[int]] = []
+        for end in ends:
+            if self.chunk is not None and forwards and end - start <= self.chunk:
+                forwards[-1].append(end)
+            else:
+                start = forwards[-1][-1] if forwards else start
+                forwards.append([end])
+        return forwards
+
     def _keep_turn(self, done: Prefilled, tokens: list[int]) -> None:
         """Keep what was fed one by one since the prompt; the last token that was generated never is."""
         start, end = done.splits[-1] if done.splits else 0, int(done.cache.get_seq_length())
         if end > start:
             done.splits += range(start + 1, end + 1)
-            self._keep(done, tokens[start:end], steps=True)
+            self._keep(done, tokens[start:end], done.cache, steps=True)
 
-    def _keep(self, done: Prefilled, tokens: Sequence[int], steps: bool) -> None:
-        """Put a segment behind `done.segment`, which is None from the first one on that found no room."""
+    def _keep(
+        self, done: Prefilled, tokens: Sequence[int], cache: HybridCache, steps: bool = False, forward: bytes = b""
+    ) -> None:
+        """Put a segment, at whose end `cache` stands, behind `done.segment`; that is None from the first one on that
+        found no room."""
         if done.segment is None:
             return
         with self._lock:
@@ -265,11 +294,11 @@ class PrefixCache:
             parent, done.segment = done.segment, None
             try:
                 if self.index.has(parent):  # else it was forgotten, with a file that could not be read or written
-                    segment = self.index.make(parent, tokens, steps)
+                    segment = self.index.make(parent, tokens, steps, forward)
                     self.index.add(segment)
                     segment.pin()
                     try:
-                        self._fill(segment, done.cache)
+                        self._fill(segment, cache)
                     except BaseException:
                         segment.unpin()
                         self._settle(segment)
@@ -407,7 +436,12 @@ class PrefixCache:
         if size > tier.budget or not self._make_room(level, size) or not self.index.has(segment):
             return False  # making room can take away what this text stands on
         if tier is self.disk:
-            described = {"parent": segment.parent.key, "start": str(segment.start), "steps": str(int(segment.steps))}
+            described = {
+                "parent": segment.parent.key,
+                "start": str(segment.start),
+                "steps": str(int(segment.steps)),
+                "forward": segment.forward.hex(),
+            }
             tier.put(part, tensors, cost, described)
         else:
             tier.put(part, tensors, cost)
@@ -507,11 +541,11 @@ class PrefixCache:
         files = self.disk.scan() if self.disk else {}
         described = {key: self.disk.describe(key) for key, kind in files if kind == LATENTS}
         found = {key: text for key, text in described.items() if text is not None}
-        for key, (parent_key, start, steps, tokens) in sorted(found.items(), key=lambda item: item[1][1]):
+        for key, (parent_key, start, steps, forward, tokens) in sorted(found.items(), key=lambda item: item[1][1]):
             parent = self.index.root if start == 0 else self.index.segments.get(parent_key)
             if parent is None:  # not there (yet)
                 continue
-            segment = self.index.make(parent, tokens, steps)
+            segment = self.index.make(parent, tokens, steps, forward)
             if segment.key != key or segment.start != start:
                 self.disk.reject((key, LATENTS), "its name is not that of its text")
                 continue

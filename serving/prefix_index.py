@@ -3,7 +3,9 @@
 A segment is what one forward added (or a run of one-token forwards, `steps`): its tokens, the latents of all MLA layers
 for them, and the recurrent states of all KDA layers behind them. Rounding depends on how a text was split into
 forwards, so a segment's key is a hash over its tokens *and* over how everything before it was split: what is restored
-was computed by exactly one history, which `splits` names and a cold run can repeat to the last bit.
+was computed by exactly one history, which `splits` names and a cold run can repeat to the last bit. Several segments
+can come from one forward, with states exported inside it; all that this forward read then counts in their keys, because
+later tokens decide how earlier ones are rounded (sizes of products, experts' batches).
 """
 
 import hashlib
@@ -33,6 +35,7 @@ class Segment:
         key: names it, in memory and on disk.
         tokens: its own ones.
         steps: computed one token at a time (decoding) and not in one forward.
+        forward: hash of what a forward read that made several segments; empty where it made this one alone.
         block_hash, remainder: chained hash of the full token blocks up to `end`, and the tokens after the last of them.
         covered: the chained hashes of the full blocks that end inside this segment.
         pins: users of it or of a segment behind it; it stays while there are any.
@@ -46,6 +49,7 @@ class Segment:
     block_hash: bytes
     remainder: tuple[int, ...]
     covered: tuple[bytes, ...]
+    forward: bytes = b""
     children: set["Segment"] = field(default_factory=set)
     pins: int = 0
 
@@ -72,7 +76,7 @@ class Segment:
         return found[::-1]
 
     def splits(self) -> list[int]:
-        """Boundaries of the forwards that computed this prefix, the last of them `end`."""
+        """Boundaries of the forwards that computed this prefix and of its segments, the last of them `end`."""
         found: list[int] = []
         for segment in self.chain():
             found += range(segment.start + 1, segment.end + 1) if segment.steps else [segment.end]
@@ -93,10 +97,11 @@ class PrefixIndex:
         """Whether a text can go on behind it: it is the root, or was not forgotten."""
         return segment is self.root or self.segments.get(segment.key) is segment
 
-    def make(self, parent: Segment, tokens: Sequence[int], steps: bool) -> Segment:
+    def make(self, parent: Segment, tokens: Sequence[int], steps: bool, forward: bytes = b"") -> Segment:
         """The segment of these tokens behind `parent`: the one that is there, or a new one that is not added yet."""
         tokens = tuple(int(token) for token in tokens)
-        key = chained(bytes.fromhex(parent.key), b"steps" if steps else b"forward", token_bytes(tokens)).hex()
+        how = b"steps" if steps else b"forward" + forward
+        key = chained(bytes.fromhex(parent.key), how, token_bytes(tokens)).hex()
         if key in self.segments:
             return self.segments[key]
         rest, block_hash, covered = (*parent.remainder, *tokens), parent.block_hash, []
@@ -104,7 +109,7 @@ class PrefixIndex:
             block_hash = chained(block_hash, token_bytes(rest[: self.block]))
             covered.append(block_hash)
             rest = rest[self.block :]
-        return Segment(key, parent, parent.end, tokens, steps, block_hash, rest, tuple(covered))
+        return Segment(key, parent, parent.end, tokens, steps, block_hash, rest, tuple(covered), forward)
 
     def add(self, segment: Segment) -> None:
         if self.has(segment):

@@ -198,8 +198,8 @@ class DiskTier(Tier):
         """With room for the file's header, whose exact size is known when the file is written."""
         return Tier.size_of(tensors) + 1024 + 160 * len(tensors)
 
-    def describe(self, key: str) -> tuple[str, int, bool, list[int]] | None:
-        """(parent's key, start, steps, tokens) of a segment, without its latents; None for a file that cannot be."""
+    def describe(self, key: str) -> tuple[str, int, bool, bytes, list[int]] | None:
+        """(parent's key, start, steps, forward, tokens) of a segment, without its latents; None for a file that cannot be."""
         part = key, "latents"
         try:
             with safe_open(self.path(part), framework="pt") as file:
@@ -207,7 +207,8 @@ class DiskTier(Tier):
                 self._check(metadata)
                 tokens = file.get_tensor("tokens").tolist()
                 bytes.fromhex(metadata["parent"])
-                return metadata["parent"], int(metadata["start"]), metadata["steps"] == "1", tokens
+                forward = bytes.fromhex(metadata.get("forward", ""))
+                return metadata["parent"], int(metadata["start"]), metadata["steps"] == "1", forward, tokens
         except FileNotFoundError:
             return None
         except Exception as error:  # whatever a damaged file makes of the readers

@@ -276,6 +276,26 @@ def test_checkpoints_are_the_states_after_every_multiple(lengths):
     assert rms_ratio(checkpoints, torch.cat(expected)) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("boundaries", "launches"),
+    [([32, 64, 96], [128]), ([64], [100]), ([32, 64], [64, 64]), ([30, 62, 94, 100], [30, 102])],
+)
+def test_states_at_boundaries_of_one_scan(monkeypatch, boundaries, launches):
+    """Evenly spaced ones come from one launch, whatever lies between others is scanned once."""
+    length, seen, plain = sum(launches) + (6 if 30 in boundaries else 0), [], kda._forward_kernels
+    monkeypatch.setattr(kda, "_forward_kernels", lambda q, *a, **kw: seen.append(q.shape[1]) or plain(q, *a, **kw))
+    inputs, options = make_inputs(length, batch=2, seed=1)
+    del options["cu_seqlens"]
+    out, final, states = kda.fused_kda_states(**inputs, **options, boundaries=boundaries)
+    expected = oracle(inputs, options["lower_bound"], None)
+    assert rms_ratio(out, expected[0]) < 1e-5 and rms_ratio(final, expected[1]) < 1e-5
+    for boundary, state in zip(boundaries, states, strict=True):
+        part = {name: inputs[name][:, :boundary] for name in ("q", "k", "v", "g", "beta")}
+        assert rms_ratio(state, oracle({**inputs, **part}, options["lower_bound"], None)[1]) < 1e-5
+        assert state.untyped_storage().nbytes() == state.nbytes
+    assert sum(seen) == length
+
+
 def test_views_of_one_wide_projection_and_a_bfloat16_state():
     inputs, options = make_inputs(40, heads=2, key_size=16, value_size=16)
     wide = torch.cat([inputs[name].flatten(2) for name in ("q", "k", "v", "g")], dim=-1)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.cache_layers_kimi_k3 import RECORDED_COLUMNS
+from kimi_k3.kernels import kda
 
 CLOSE = {"atol": 5e-4, "rtol": 0}
 
@@ -83,6 +84,22 @@ def test_crop_into_a_long_prompt(model):
     got = model(tokens(2, 1, 1), **{CACHE: cache}).logits
     expected = model(torch.cat([prompt[:, :-RECORDED_COLUMNS], tokens(2, 1, 1)], dim=1)).logits[:, -1:]
     torch.testing.assert_close(got, expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_recording_a_prompt_scans_it_once(model, monkeypatch):
+    """The state that `crop` can go back to comes out of the forward, which replays nothing."""
+    scanned, plain = [], kda.chunk_kda
+    monkeypatch.setattr(kda, "chunk_kda", lambda q, *args, **kw: scanned.append(q.shape[1]) or plain(q, *args, **kw))
+    counts = []
+    for cache in (HybridCache(model.config), recording_cache(model)):
+        scanned.clear()
+        model(tokens(2, 200), **{CACHE: cache})
+        counts.append(sum(scanned))
+    assert counts[0] == counts[1] > 0
+    scanned.clear()
+    cache.crop(-40)
+    assert 0 < sum(scanned) < counts[0] // 5
 
 
 @torch.no_grad()

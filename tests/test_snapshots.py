@@ -102,6 +102,42 @@ def test_a_snapshot_copies_nothing(model):
             assert tensor.data_ptr() == other.data_ptr()
 
 
+@pytest.mark.parametrize("recording", [False, True])
+@torch.no_grad()
+def test_states_inside_a_forward(model, recording):
+    """One forward exports the states at any boundaries; each goes on as a cold run does, and leaves the others alone."""
+    cache, prompt, following = HybridCache(model.config), tokens(2, 230), tokens(2, 5, 1)
+    if recording:
+        cache.activate_past_recording()
+    cache.keep_states([1, 7, 64, 128, 192, 201, 230])
+    model(prompt[:, :210], **{CACHE: cache})
+    model(prompt[:, 210:], **{CACHE: cache})
+    model(following, **{CACHE: cache})
+    for column in (1, 7, 64, 128, 192, 201, 230):
+        got = model(following, **{CACHE: cache.snapshot(column)}).logits
+        expected = model(torch.cat([prompt[:, :column], following], dim=1)).logits[:, -5:]
+        torch.testing.assert_close(got, expected, atol=5e-4, rtol=0)
+    with pytest.raises(ValueError, match="no state was kept at column 8"):
+        cache.snapshot(8)
+    with pytest.raises(ValueError, match="column 9 has been passed"):
+        cache.keep_states([9])
+    if recording:
+        cache.crop(-5)
+        assert cache.snapshot(201).get_seq_length() == 201
+        cache.crop(0)
+    cache.keep_states([300])
+    with pytest.raises(ValueError, match="no state was kept at column 201"):
+        cache.snapshot(201)
+    held = cache.get_seq_length()
+    mask = torch.ones(2, held + 80, dtype=torch.long)
+    mask[0, held + 2] = 0
+    with pytest.raises(ValueError, match="padding exports no states"):
+        model(tokens(2, 80), attention_mask=mask, **{CACHE: cache})
+    assert {layer.get_seq_length() for layer in cache.layers} == {held}
+    with pytest.raises(ValueError, match="static"):
+        HybridCache(model.config, max_length=9).keep_states([3])
+
+
 CONTINUE = """
 import sys, torch
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForConditionalGeneration
