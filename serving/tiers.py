@@ -199,7 +199,7 @@ class DiskTier(Tier):
         return Tier.size_of(tensors) + 1024 + 160 * len(tensors)
 
     def describe(self, key: str) -> tuple[str, int, bool, bytes, list[int]] | None:
-        """(parent's key, start, steps, forward, tokens) of a segment, without its latents; None for a file that cannot be."""
+        """(parent's key, start, steps, forward, tokens) of a segment, without its latents; None for a damaged file."""
         part = key, "latents"
         try:
             with safe_open(self.path(part), framework="pt") as file:

@@ -104,6 +104,11 @@ def test_a_shared_prefix_is_kept_when_it_is_seen_a_second_time():
     assert check(cache, system + tokens(20, 3)) == 48  # whole blocks of 4
 
 
+def counting(forward, lengths):
+    """A forward that notes how many tokens each call reads."""
+    return lambda ids, **kwargs: lengths.append(ids.shape[1]) or forward(ids, **kwargs)
+
+
 def test_states_exported_inside_a_forward(tmp_path):
     """In the same pass: forwards of up to 50 tokens instead of 12, hits at the same places, within 1e-4 of a cold run,
     bit for bit what another cache gives that saw the same texts; through files too."""
@@ -114,10 +119,7 @@ def test_states_exported_inside_a_forward(tmp_path):
         for text in texts:
             forwards = []
             with pytest.MonkeyPatch.context() as patch:
-                plain = MODEL.forward
-                patch.setattr(
-                    MODEL, "forward", lambda ids, f=forwards, **kw: f.append(ids.shape[1]) or plain(ids, **kw)
-                )  # noqa: B023
+                patch.setattr(MODEL, "forward", counting(MODEL.forward, forwards))
                 got, done = exporting.forward(row(text), keep_logits=True)
             assert forwards == ([48, 48, 3, 1] if text is prompt else [*forwards[:-1], 1])
             assert done.exact == (done.hit == 0 and len(text) < 14)

@@ -105,7 +105,7 @@ def test_a_snapshot_copies_nothing(model):
 @pytest.mark.parametrize("recording", [False, True])
 @torch.no_grad()
 def test_states_inside_a_forward(model, recording):
-    """One forward exports the states at any boundaries; each goes on as a cold run does, and leaves the others alone."""
+    """One forward exports the states at any boundaries; each goes on as a cold run does, alone."""
     cache, prompt, following = HybridCache(model.config), tokens(2, 230), tokens(2, 5, 1)
     if recording:
         cache.activate_past_recording()
