@@ -17,6 +17,7 @@ from .kernels/kda_step import
 from .kernels/kda_step_triton import
 from .kernels/mla_decode import
 from .kernels/mla_decode_triton import
+from .kernels/mla_prefill import
 from .kernels/mxfp4 import
 from .kernels/norms import
 from .kernels/norms_triton import
@@ -49,12 +50,15 @@ def _kernel(name):
     return importlib.import_module(f".kernels.{name}", __package__)
 
 
-attn_res, experts_op, kda, kda_step, mla_decode, mxfp4, norms, short_conv, situ = map(
-    _kernel, ("attn_res", "experts", "kda", "kda_step", "mla_decode", "mxfp4", "norms", "short_conv", "situ")
+attn_res, experts_op, kda, kda_step, mla_decode, mla_prefill, mxfp4, norms, short_conv, situ = map(
+    _kernel,
+    ("attn_res", "experts", "kda", "kda_step", "mla_decode", "mla_prefill", "mxfp4", "norms", "short_conv", "situ"),
 )
 
 # The latent norms of MLA keep the default of the official module, not `rms_norm_eps` (docs/design.md, disputed facts).
 LATENT_NORM_EPS = 1e-6
+# Scores [T, H, S] of the absorbed form that may be in memory at once: 64 MB in float32. More go in blocks of keys.
+MOST_SCORES = 1 << 24
 
 
 def at_least_float32() -> torch.dtype:
@@ -240,11 +244,13 @@ class KimiK3MLAttention(nn.Module):
         cache: HybridCache | None = None,
         layout: TokenLayout | None = None,
         need_weights: bool = False,
+        in_blocks: bool = False,
         **kwargs,
     ):
         """[B, T, hidden] -> ([B, T, hidden], attention weights [B, H, T, S] or None).
 
         With `need_weights` the attention runs eagerly, whatever implementation is set: the fused ones have none.
+        `in_blocks` says that causality is all there is to mask, and bounds the memory (`kernels/mla_prefill.py`).
         """
         rows, columns, _ = hidden_states.shape
         ragged = layout is not None and cache is None and not need_weights and is_flash_attention_requested(self.config)
@@ -266,8 +272,12 @@ class KimiK3MLAttention(nn.Module):
             latents = cache.layers[self.layer_idx].append(latents)
             held = cache.layers[self.layer_idx].get_seq_length()
 
-        if self._absorbing_is_cheaper(length, latents.shape[1]):
+        if self._absorbing_is_cheaper(length, latents.shape[1]) and not (
+            in_blocks and self._scores_are_many(query, latents)
+        ):
             out, weights = self._absorbed(query, latents, attention_mask, need_weights, held)
+        elif in_blocks:
+            out, weights = mla_prefill.attend_in_blocks(query, latents, self._keys_and_values, self.scaling), None
         else:
             out, weights = self._expanded(query, latents, attention_mask, need_weights, **kwargs)
         out = out.reshape(batch, length, -1)
@@ -284,14 +294,23 @@ class KimiK3MLAttention(nn.Module):
         wider = 2 * self.kv_rank - self.nope_dim - self.v_dim
         return queries * wider < self.kv_rank * (self.nope_dim + self.v_dim)
 
-    def _expanded(self, query, latents, attention_mask, need_weights, **kwargs):
-        batch, keys, _ = latents.shape
+    def _scores_are_many(self, query, latents) -> bool:
+        """Too many of the absorbed form for memory: never those of one token; the kernel keeps none."""
+        batch, heads, length, _ = query.shape
+        many = length > 1 and batch * heads * length * latents.shape[1] > MOST_SCORES
+        return many and not mla_decode.is_fused(query, latents, self.rope_dim)
+
+    def _keys_and_values(self, latents):
+        """[B, S, R + P] -> keys [B, H, S, nope + rope] and values [B, H, S, V]."""
         latent, k_pe = latents.split([self.kv_rank, self.rope_dim], dim=-1)
-        expanded = self.kv_b_proj(latent).view(batch, keys, self.num_heads, self.nope_dim + self.v_dim).transpose(1, 2)
-        key_nope, value = expanded.split([self.nope_dim, self.v_dim], dim=-1)
-        key = torch.cat([key_nope, k_pe[:, None].expand(-1, self.num_heads, -1, -1)], dim=-1)
+        heads = *latents.shape[:2], self.num_heads, self.nope_dim + self.v_dim
+        key_nope, value = self.kv_b_proj(latent).view(heads).transpose(1, 2).split([self.nope_dim, self.v_dim], dim=-1)
+        return torch.cat([key_nope, k_pe[:, None].expand(-1, self.num_heads, -1, -1)], dim=-1), value
+
+    def _expanded(self, query, latents, attention_mask, need_weights, **kwargs):
+        key, value = self._keys_and_values(latents)
         if need_weights:
-            mask = self._explicit_mask(attention_mask, query, keys)
+            mask = self._explicit_mask(attention_mask, query, latents.shape[1])
             return eager_attention_forward(self, query, key, value, mask, self.scaling)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         # The fused kernels of sdpa want one head size; without padding torch falls back to a [T, S] matrix.

@@ -389,9 +389,13 @@ class KimiK3Model(KimiK3PreTrainedModel):
         if collect["attentions"] and mask_config._attn_implementation not in ("eager", "sdpa"):
             mask_config = copy.copy(mask_config)
             mask_config._attn_implementation = "sdpa"  # eager attention needs the mask itself
-        attention_mask = create_causal_mask(
-            mask_config, inputs_embeds, attention_mask, cache, and_mask_function=document
-        )
+        in_blocks = layout is None and self._reads_in_blocks(cache, inputs_embeds, collect["attentions"])
+        if in_blocks:  # causality is all there is to mask: no [T, S] tensor is made
+            attention_mask, kwargs = None, {**kwargs, "in_blocks": True}
+        else:
+            attention_mask = create_causal_mask(
+                mask_config, inputs_embeds, attention_mask, cache, and_mask_function=document
+            )
 
         if collect["attentions"] and self.config._attn_implementation != "eager":
             logger.warning_once("attention weights were asked for: attention runs eagerly in such a forward")
@@ -428,6 +432,17 @@ class KimiK3Model(KimiK3PreTrainedModel):
             collected["hidden_states"] += (hidden_states,)
         return KimiK3ModelOutput(
             last_hidden_state=hidden_states, **{CACHE_ARGUMENT: cache if use_cache else None}, **collected
+        )
+
+    def _reads_in_blocks(self, cache, embeds, need_weights: bool) -> bool:
+        """Whether MLA layers read the cache in blocks of keys: a chunk of tokens behind others, without padding."""
+        return (
+            cache is not None
+            and not (cache.is_compileable or cache.padded or need_weights or torch.compiler.is_compiling())
+            and 0 < cache.get_seq_length()
+            and embeds.shape[1] > 1
+            and self.config._attn_implementation == "sdpa"
+            and not torch.is_grad_enabled()
         )
 
     @staticmethod

@@ -79,8 +79,11 @@ def run_eval(args: argparse.Namespace) -> None:
     page = report.write_report(lines, args.out, f"Recall of {args.model.name}", mark)
     print(report.table(summary(lines)))
     print(f"pictures: {page}")
-    if device.type == "cuda":
-        print(f"peak GPU memory: {torch.cuda.max_memory_allocated(device) / 1e9:.2f} GB")
+    for length, line in run.write_memory(args.out, getattr(reader, "memory", {})).items():
+        print(
+            f"GPU memory at {int(length):,} tokens: {line['peak_bytes'] / 1e9:.3f} GB at the peak, "
+            f"{line['peak_ratio']:.2f} times weights + cache + one chunk"
+        )
 
 
 def eval_reader(args: argparse.Namespace, tokens, device: torch.device):

@@ -6,7 +6,6 @@ have random weights: what is measured does not depend on them. They run in turn 
 
 import copy
 import dataclasses
-import gc
 import hashlib
 import json
 import time
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 
+from .memory import PeakMemory
 from .report import BLUE, ORANGE, panels_of, pyplot_for_files
 from .run import Results, short_length, versions
 
@@ -84,7 +84,7 @@ def _both(models, plan, length):
     for kind, model in models.items():
         cache = HybridCache(model.config)
         token, measured = _prefill(model, cache, plan, length)
-        lines[kind] = {"length": length, "attention": kind, **measured, "cache_bytes": cache.nbytes}
+        lines[kind] = {"length": length, "attention": kind, "cache_bytes": cache.nbytes, **measured}
         running[kind] = token, cache, []
     for _ in range(plan.steps):
         for kind, (token, cache, steps) in running.items():
@@ -103,29 +103,19 @@ def _forward(model, ids, cache):
 
 
 def _prefill(model, cache, plan, length):
-    """(next tokens [rows, 1], seconds and, on a GPU, bytes: of the weights, of one chunk, at the peak)."""
+    """(next tokens [rows, 1], {seconds and, on a GPU, bytes as `PeakMemory.line` names them})."""
     device = model.device
-    on_gpu = device.type == "cuda"
-    gc.collect()
+    cache.reserve(length + plan.steps)
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(model.config.vocab_size, (plan.rows, length), generator=generator).to(device)
-    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    peak = chunk = foreign = 0
-    if on_gpu:
-        torch.cuda.empty_cache()
-        foreign = torch.cuda.memory_allocated(device) - weights  # the other model and its cache
+    memory = PeakMemory(model)
+    memory.start()
     started = _now(device)
     for part in ids.split(plan.chunk, dim=1):
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-        token = _forward(model, part, cache)
-        if on_gpu:
-            highest = torch.cuda.max_memory_allocated(device)
-            peak, chunk = max(peak, highest - foreign), highest - before
+        with memory.forward():
+            token = _forward(model, part, cache)
     first = _now(device) - started
-    memory = {"weight_bytes": weights, "chunk_bytes": chunk, "peak_bytes": peak} if on_gpu else {}
-    return token, {"first_token_s": round(first, 4), **memory}
+    return token, {"first_token_s": round(first, 4), **memory.line(cache.nbytes)}
 
 
 def _now(device):
@@ -176,7 +166,6 @@ def table(lines: list[dict]) -> str:
         times = f"{line['first_token_s']:>10.2f} s{line['decode_ms']:>8.2f} ms{line['cache_bytes'] / 1e6:>10.2f} MB"
         bound = ""
         if "peak_bytes" in line:
-            parts = line["weight_bytes"] + line["cache_bytes"] + line["chunk_bytes"]
-            bound = f"   {line['peak_bytes'] / 1e9:.2f} GB, {line['peak_bytes'] / parts:.2f}"
+            bound = f"   {line['peak_bytes'] / 1e9:.3f} GB, {line['peak_ratio']:.2f}"
         text.append(f"{line['length']:>10,}  {line['attention']:<15}{times}{bound}")
     return "\n".join(text)

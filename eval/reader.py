@@ -12,6 +12,7 @@ import torch
 from kimi_k3 import CACHE_ARGUMENT, HybridCache
 from kimi_k3.cache_kimi_k3 import model_fingerprint
 
+from .memory import PeakMemory
 from .sizing import Prompt, Tokens
 from .suite import Task, answer_room
 
@@ -35,6 +36,8 @@ class ModelReader:
 
     def __init__(self, model: torch.nn.Module, tokens: Tokens, chunk: int = 4096, batch: int | None = None):
         self.model, self.tokens, self.chunk, self.batch = model, tokens, chunk, batch
+        self.memory: dict[int, dict] = {}  # on a GPU with a HybridCache: by length, what `PeakMemory.line` says
+        self._peak, self._cache_bytes = PeakMemory(model), 0
         ends = getattr(model.generation_config, "eos_token_id", None)
         self.ends = {tokens.eos, *(ends if isinstance(ends, list) else [ends])} - {None}
 
@@ -59,6 +62,16 @@ class ModelReader:
             units: prompts of one length, and as many for each unit.
         """
         ids = torch.tensor([[prompt.ids for prompt in prompts] for prompts in units], device=self.model.device)
+        length = ids.shape[2]
+        self._peak.start()
+        self._cache_bytes = 0
+        texts = self._answers(task, units, ids)
+        line = self._peak.line(self._cache_bytes) if self._cache_bytes else {}
+        if line.get("peak_bytes", 0) > self.memory.get(length, {}).get("peak_bytes", 0):
+            self.memory[length] = line
+        return texts
+
+    def _answers(self, task, units, ids):
         count, questions, length = ids.shape
         shared = length if questions == 1 else min(_shared(rows) for rows in ids)
         columns = length + max(answer_room(prompt, task, self.tokens) for prompts in units for prompt in prompts)
@@ -85,7 +98,10 @@ class ModelReader:
 
     def _forward(self, ids, cache):
         known = {} if cache is None else {CACHE_ARGUMENT: cache}
-        output = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **known)
+        with self._peak.forward():
+            output = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **known)
+        if isinstance(output[CACHE_ARGUMENT], HybridCache):
+            self._cache_bytes = max(self._cache_bytes, output[CACHE_ARGUMENT].nbytes)
         return output[CACHE_ARGUMENT], output.logits[:, -1]
 
     def _read(self, ids, cache, columns):

@@ -5,11 +5,13 @@ fingerprint, the prompt's hash, seed and versions. Nothing in it depends on time
 a continued file is byte for byte the uninterrupted one.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import platform
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from .suite import TASKS, Unit
 
 RESULTS = "results.jsonl"
 SUITE = 1  # raised when a seed gives other prompts than before
+_THREADS = min(4, os.cpu_count() or 1)  # that make prompts; a tokenizer lets them run at the same time
 _AMPLE = (4, 1024)  # a length of 4 times what one text needs and 1,024 more is enough for all texts of its task
 _UNIT = ("task", "length", "at_depth", "sample")  # the fields of a line that name its text
 
@@ -152,6 +155,17 @@ def touch(file: Path) -> None:
         raise EvalError(f"{file.parent} cannot be written: {error.strerror}") from error
 
 
+def write_memory(folder: Path, memory: dict[int, dict]) -> dict[str, dict]:
+    """Add what `ModelReader.memory` measured to `memory.json`, and return all lengths of the folder in their order."""
+    file = folder / "memory.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    known |= {str(length): line for length, line in memory.items()}
+    known = dict(sorted(known.items(), key=lambda item: int(item[0])))
+    if known:
+        file.write_text(json.dumps(known, indent=1) + "\n")
+    return known
+
+
 def versions() -> str:
     """What a result depends on beside the model, as one line."""
     return (
@@ -184,11 +198,12 @@ def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Pat
     identity = identity_of(reader, tokens, haystack, plan.seed)
     results = Results(folder / RESULTS, identity, (*_UNIT, "question"))
     units, at = plan.units(), 0
+    prompts = _PromptsAhead(units, plan.seed, haystack, tokens, results)
     bar = tqdm(total=sum(unit.length for unit in units), desc="eval", unit="tok", unit_scale=True, mininterval=1.0)
-    with bar:
+    with bar, contextlib.closing(prompts):
         while at < len(units):
             bar.set_description(f"{units[at].task} {units[at].length}")
-            batch, at = _next_batch(units, at, reader, plan.seed, haystack, tokens, results)
+            batch, at = _next_batch(units, at, reader, prompts, results)
             if batch:
                 answers = reader.answers(TASKS[batch[0][0].task], [[p for _, p in asked] for _, asked in batch])
                 for (unit, asked), texts in zip(batch, answers, strict=True):
@@ -199,19 +214,46 @@ def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Pat
     return sorted(lines, key=lambda line: (wanted[results.key(line)[:-1]], line["question"]))
 
 
-def _next_batch(units, at, reader, seed, haystack, tokens, results):
+class _PromptsAhead:
+    """The prompts of each unit, made by threads while the model reads earlier ones: at 1M tokens one takes seconds."""
+
+    def __init__(self, units, seed, haystack, tokens, results):
+        self._units, self._arguments, self._results = units, (seed, haystack, tokens), results
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
+        self._futures: dict[int, Future] = {}
+
+    def finished(self, place: int) -> bool:
+        """Whether all questions of a unit have been answered; asked without making its text."""
+        unit = self._units[place]
+        count = unit.questions(*self._arguments[:2])
+        return all((*_key(unit), question) in self._results.done for question in range(count))
+
+    def of(self, place: int) -> list:
+        self._futures = {i: future for i, future in self._futures.items() if i >= place}
+        for i in range(place, min(place + _THREADS, len(self._units))):
+            if i not in self._futures and (i == place or not self.finished(i)):
+                self._futures[i] = self._pool.submit(self._units[i].prompts, *self._arguments)
+        return self._futures[place].result()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _next_batch(units, at, reader, made, results):
     """([(unit, [(question number, prompt)] that are missing)], place of the next unit): alike, and few enough."""
     batch, most = [], None
-    for unit in units[at:]:
+    for place in range(at, len(units)):
+        unit = units[place]
         if batch and (unit.task, unit.length) != (batch[0][0].task, batch[0][0].length):
             break
-        prompts = unit.prompts(seed, haystack, tokens)
+        if made.finished(place):
+            at += 1
+            continue
+        prompts = made.of(place)
         missing = [question for question in range(len(prompts)) if (*_key(unit), question) not in results.done]
         if batch and missing and len(missing) != len(batch[0][1]):
             break  # a unit that was cut off by a kill is asked by itself
         at += 1
-        if not missing:
-            continue
         batch.append((unit, [(question, prompts[question]) for question in missing]))
         most = most or reader.units_at_once(unit.length, len(missing))
         if len(batch) == most:

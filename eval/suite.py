@@ -412,6 +412,11 @@ class Unit:
         """The fewest tokens that this text could have."""
         return fewest_tokens(self._draft(seed, haystack), tokens)
 
+    def questions(self, seed: int, haystack: Haystack) -> int:
+        """How many questions are asked about this text."""
+        draft = self._draft(seed, haystack)
+        return len(draft.build(draft.fewest)[1])
+
     def refusal(self, needed: int) -> EvalError:
         return EvalError(
             f"the task {self.task} needs at least {needed} tokens with this tokenizer and haystack: leave out the "

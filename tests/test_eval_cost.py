@@ -8,6 +8,7 @@ import torch
 from kimi_k3 import KimiK3TextConfig, cli
 from kimi_k3.eval import EvalError
 from kimi_k3.eval.cost import FULL, HYBRID, CostPlan, full_attention, measure
+from kimi_k3.eval.memory import PeakMemory
 
 PLAN = CostPlan((96, 192), rows=2, steps=2, chunk=64)
 
@@ -42,6 +43,26 @@ def test_bytes_are_those_of_the_layers_and_a_finished_run_is_not_measured_again(
     assert (tmp_path / "cost.jsonl").read_bytes() == written
     with pytest.raises(EvalError, match="holds results of another run"):
         measure(config, CostPlan((96,), rows=1), tmp_path, torch.device("cpu"), torch.float32)
+
+
+def test_the_peak_is_compared_with_what_a_prefill_has_to_hold(monkeypatch):
+    """Weights 100, foreign 7; a cache of 30 made by the first of three forwards, which need 50, 45 and 60 beside it."""
+    model = torch.nn.Linear(25, 1, bias=False)
+    model.device, model.dtype = torch.device("cpu"), torch.float32
+    memory = PeakMemory(model)
+    assert memory.weights == 100 and memory.line(30) == {}
+    memory.on = True  # as on a GPU, whose counters say:
+    held, peaks = iter([107, 137]), iter([187, 182, 197])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(held))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    memory.start()
+    for _ in range(3):
+        with memory.forward():
+            pass
+    line = {"weight_bytes": 100, "cache_bytes": 30, "chunk_bytes": 50, "peak_bytes": 190, "peak_ratio": 1.056}
+    assert memory.line(30) == line
 
 
 def test_the_command_draws(folder, tmp_path, capsys):

@@ -110,3 +110,22 @@ def test_checkpointing_lowers_the_peak_of_a_training_step(model):
     checkpointed, same = step()
     torch.testing.assert_close(same, gradient, atol=1e-6, rtol=1e-4)
     assert checkpointed < 0.7 * plain
+
+
+@torch.no_grad()
+def test_a_long_prompt_holds_weights_cache_and_one_chunk(model):
+    """Chunks against a reserved cache: at most 1.2 times that, and longer prompts add nothing but their latents."""
+    weights, chunk = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())), 1024
+    peaks, caches = [], []
+    for length in (chunk, 4 * chunk, 12 * chunk):
+        parts = tokens(length).split(chunk, dim=1)
+        with Memory() as memory:
+            cache = HybridCache(model.config)
+            cache.reserve(length)
+            for part in parts:
+                model(part, logits_to_keep=1, **{CACHE: cache})
+        peaks.append(memory.peak + weights)
+        caches.append(cache.nbytes)
+    one = peaks[0] - caches[0]
+    assert peaks[2] < 1.2 * (one + caches[2])
+    assert peaks[2] - peaks[1] < 1.01 * (caches[2] - caches[1])
