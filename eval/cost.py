@@ -15,6 +15,8 @@ import torch
 from tqdm import tqdm
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
+from kimi_k3.cache_layers_kimi_k3 import LatentCacheLayer
+from kimi_k3.graph_kimi_k3 import CapturedForward, can_capture
 
 from .memory import PeakMemory
 from .report import BLUE, ORANGE, panels_of, pyplot_for_files
@@ -77,19 +79,24 @@ def measure(config: KimiK3TextConfig, plan: CostPlan, folder: Path, device: torc
     return sorted(results.lines, key=lambda line: (line["length"], line["attention"] != HYBRID))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _both(models, plan, length):
-    """The lines of a length: the prefills one after the other, then a step of each in turn, so that load hits both."""
-    lines, running = {}, {}
+    """The lines of a length: the prefills one after the other, then a step of each in turn, so that load hits both.
+
+    On a GPU a step is one captured graph, as in `generate(cache_implementation="static")`.
+    """
+    lines, running, forwards = {}, {}, dict(models)
     for kind, model in models.items():
         cache = HybridCache(model.config)
         token, measured = _prefill(model, cache, plan, length)
         lines[kind] = {"length": length, "attention": kind, "cache_bytes": cache.nbytes, **measured}
+        if can_capture(model):
+            cache, forwards[kind] = _static(model, cache, length + plan.steps), CapturedForward(model)
         running[kind] = token, cache, []
     for _ in range(plan.steps):
         for kind, (token, cache, steps) in running.items():
             started = _now(token.device)
-            token = _forward(models[kind], token, cache)
+            token = _forward(forwards[kind], token, cache)
             steps.append(_now(token.device) - started)
             running[kind] = token, cache, steps
     for kind, (_, _, steps) in running.items():
@@ -100,6 +107,19 @@ def _both(models, plan, length):
 def _forward(model, ids, cache):
     """[rows, T] -> the next tokens [rows, 1]; the cache is filled in place."""
     return model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache}).logits[:, -1:].argmax(-1)
+
+
+def _static(model, cache, places):
+    """A static cache of so many places at the boundary of a filled one."""
+    static = HybridCache(model.config, max_length=places)
+    rows = cache.batch_size
+    _forward(model, torch.zeros(rows, 1, dtype=torch.long, device=model.device), static)  # makes the buffers
+    for layer, filled in zip(static.layers, cache.layers, strict=True):
+        for buffer, tensor in zip(layer.buffers, filled.tensors(), strict=True):
+            part = buffer[:, : tensor.shape[1]] if isinstance(filled, LatentCacheLayer) else buffer
+            part.copy_(tensor)
+        layer.seq_length.fill_(filled.get_seq_length())
+    return static
 
 
 def _prefill(model, cache, plan, length):

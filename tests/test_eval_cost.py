@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from kimi_k3 import KimiK3TextConfig, cli
+from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3TextConfig, cli
 from kimi_k3.eval import EvalError
-from kimi_k3.eval.cost import FULL, HYBRID, CostPlan, full_attention, measure
+from kimi_k3.eval.cost import FULL, HYBRID, CostPlan, _static, full_attention, measure, random_model
 from kimi_k3.eval.memory import PeakMemory
 
 PLAN = CostPlan((96, 192), rows=2, steps=2, chunk=64)
@@ -43,6 +43,19 @@ def test_bytes_are_those_of_the_layers_and_a_finished_run_is_not_measured_again(
     assert (tmp_path / "cost.jsonl").read_bytes() == written
     with pytest.raises(EvalError, match="holds results of another run"):
         measure(config, CostPlan((96,), rows=1), tmp_path, torch.device("cpu"), torch.float32)
+
+
+@torch.no_grad()
+def test_a_static_cache_goes_on_where_the_other_stands(folder):
+    """What decodes on a GPU, here on a CPU."""
+    model = random_model(KimiK3TextConfig.from_pretrained(folder), torch.device("cpu"), torch.float32)
+    ids = torch.randint(3, 160, (2, 40), generator=torch.Generator().manual_seed(0))
+    cache = HybridCache(model.config)
+    model(ids, **{CACHE_ARGUMENT: cache})
+    static = _static(model, cache, 43)
+    for token in (ids[:, :1], ids[:, 1:2]):
+        got, expected = (model(token, **{CACHE_ARGUMENT: c}).logits for c in (static, cache))
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
 def test_the_peak_is_compared_with_what_a_prefill_has_to_hold(monkeypatch):
