@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 # Keys of a block at least; with more new tokens as many as those, so that a block costs what a chunk does.
-MIN_BLOCK = 2048
+MIN_BLOCK = 4096
 
 
 def attend_in_blocks(
