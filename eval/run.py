@@ -162,7 +162,9 @@ def write_memory(folder: Path, memory: dict[int, dict]) -> dict[str, dict]:
     known |= {str(length): line for length, line in memory.items()}
     known = dict(sorted(known.items(), key=lambda item: int(item[0])))
     if known:
-        file.write_text(json.dumps(known, indent=1) + "\n")
+        aside = file.with_suffix(".writing")
+        aside.write_text(json.dumps(known, indent=1) + "\n")
+        os.replace(aside, file)
     return known
 
 

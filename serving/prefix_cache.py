@@ -62,8 +62,9 @@ class PrefixCache:
         folder, disk_bytes: of the disk tier; None leaves it out. Prefixes of several models can lie in one folder.
         block: tokens of a block of latents, and the granularity at which a shared prefix is recognised.
         every: tokens between two kept states of a long prompt.
-        chunk: tokens that one forward may read, with the states inside it exported in the same pass. None: a forward
-            ends at every state, which makes a hit exact to the last bit (docs/serving.md).
+        chunk: tokens that one forward may read, with the states inside it exported in the same pass; all of them lie on
+            the device until it ends. None: a forward ends at every state, which makes a hit exact to the last bit
+            (docs/serving.md).
         write_through: copy to the lower tiers at once; otherwise a part moves down when the tier above is full.
 
     Raises:

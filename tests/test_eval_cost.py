@@ -9,6 +9,7 @@ from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3TextConfig, cli
 from kimi_k3.eval import EvalError
 from kimi_k3.eval.cost import FULL, HYBRID, CostPlan, _static, full_attention, measure, random_model
 from kimi_k3.eval.memory import PeakMemory
+from kimi_k3.eval.run import write_memory
 
 PLAN = CostPlan((96, 192), rows=2, steps=2, chunk=64)
 
@@ -76,6 +77,14 @@ def test_the_peak_is_compared_with_what_a_prefill_has_to_hold(monkeypatch):
             pass
     line = {"weight_bytes": 100, "cache_bytes": 30, "chunk_bytes": 50, "peak_bytes": 190, "peak_ratio": 1.056}
     assert memory.line(30) == line
+
+
+def test_memory_is_kept_by_length(tmp_path):
+    assert write_memory(tmp_path, {}) == {} and not list(tmp_path.iterdir())
+    write_memory(tmp_path, {4096: {"peak_ratio": 1.5}, 65536: {"peak_ratio": 1.2}})
+    known = write_memory(tmp_path, {8192: {"peak_ratio": 1.1}, 4096: {"peak_ratio": 1.0}})
+    assert list(known) == ["4096", "8192", "65536"] and known["4096"] == {"peak_ratio": 1.0}
+    assert json.loads((tmp_path / "memory.json").read_text()) == known
 
 
 def test_the_command_draws(folder, tmp_path, capsys):
