@@ -63,13 +63,14 @@ def _attention(query, key, value, causal: bool, scale: float):
     if query.device.type == "cpu":
         tensors = query, key, _padded(value, query.shape[-1])
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal, scale=scale)
-    if query.device.type == "cuda":
+    if query.is_cuda:
         size = -(-query.shape[-1] // 8) * 8
         tensors = [_padded(x, size) for x in (query, key, value)]
-        case = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, causal, False)
-        if torch.backends.cuda.can_use_flash_attention(case):
+        backends = getattr(torch.backends, query.device.type)
+        case = backends.SDPAParams(*tensors, None, 0.0, causal, False)
+        if backends.can_use_flash_attention(case):
             return torch.ops.aten._scaled_dot_product_flash_attention(*tensors, 0.0, causal, scale=scale)[:2]
-        if torch.backends.cuda.can_use_efficient_attention(case):
+        if backends.can_use_efficient_attention(case):
             results = torch.ops.aten._scaled_dot_product_efficient_attention(
                 *tensors, None, True, 0.0, causal, scale=scale
             )
