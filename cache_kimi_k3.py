@@ -119,7 +119,7 @@ class HybridCache(Cache):
         Raises:
             ValueError: for a column that has been passed, and for static shapes.
         """
-        columns, held = frozenset(columns), self.get_seq_length()
+        columns, held = frozenset(map(int, columns)), self.get_seq_length()
         if self.is_compileable:
             raise ValueError("a static cache keeps one state: use HybridCache(config) without max_length")
         if columns and min(columns) <= held:
