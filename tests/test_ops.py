@@ -221,3 +221,33 @@ def test_grouped_experts_combine_in_float32():
         x, torch.tensor([[0, 1]]), weights, 2, lambda e: (gate_up[e], down[e]), lambda h: h.chunk(2, dim=-1)[0]
     )
     assert out.dtype == torch.float32 and out[0, 0].item() == 4 * (1 + 2.0**-10)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped matrix product")
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
+def test_sorted_experts_have_the_values_and_gradients_of_grouped_experts(dtype, bound):
+    torch.manual_seed(0)
+    tokens, size, width, count, top_k = 37, 16, 24, 8, 3
+    x, gate_up, down = (
+        torch.randn(shape, dtype=dtype).requires_grad_()
+        for shape in ((tokens, size), (count, 2 * width, size), (count, size, width))
+    )
+    weights = torch.rand(tokens, top_k).requires_grad_()
+    ids = torch.rand(tokens, count - 1).topk(top_k).indices  # the last expert is never hit
+    seed, leaves = torch.randn(tokens, size), (x, gate_up, down, weights)
+
+    def activation(h):
+        return situ.swiglu(*h.chunk(2, dim=-1))
+
+    ours = experts.sorted_experts(x, ids, weights, gate_up, down, activation)
+    found = torch.autograd.grad((ours * seed).sum(), leaves)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    halves = exact[1].unbind(0), exact[2].unbind(0)
+    theirs = experts.grouped_experts(exact[0], ids, exact[3], count, lambda e: (halves[0][e], halves[1][e]), activation)
+    expected = torch.autograd.grad((theirs * seed).sum(), exact)
+    assert ours.dtype == torch.float32
+    assert [got.dtype for got in found] == [leaf.dtype for leaf in leaves] and not found[1][-1].any()
+    for name, got, want in zip(
+        ("out", "x", "gate_up", "down", "weights"), (ours, *found), (theirs, *expected), strict=True
+    ):
+        assert (got - want).norm() / want.norm() < bound, name

@@ -403,6 +403,8 @@ def parse_arguments(argv=None):
     options.started = time.monotonic()
     if options.steps is None and options.time_limit is None:
         parser.error("give --steps or --time-limit")
+    if options.tokens < options.longest:
+        parser.error(f"a step of --tokens {options.tokens} holds no window of --longest {options.longest}")
     return options
 
 
