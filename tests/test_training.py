@@ -113,6 +113,22 @@ def test_the_experts_implementation_is_reported_and_used(implementation, monkeyp
     assert bool(calls) == (implementation == "eager")
 
 
+def test_experts_that_train_on_a_gpu_have_the_same_gradients(monkeypatch):
+    """What `groups_on_device` takes on a GPU runs on the CPU as well: loss and every gradient are the reference's."""
+    grads = []
+    for on_device in (False, True):
+        model, used = build(), []
+        sorted_experts = experts_op.sorted_experts
+        monkeypatch.setattr(experts_op, "groups_on_device", lambda *args, on_device=on_device: on_device)
+        monkeypatch.setattr(experts_op, "sorted_experts", lambda *args: used.append(1) or sorted_experts(*args))  # noqa: B023
+        model(tokens(2, 16), labels=tokens(2, 16)).loss.backward()
+        assert bool(used) == on_device
+        grads.append({name: weight.grad for name, weight in model.named_parameters()})
+        monkeypatch.undo()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
 def test_no_tensor_parallel_plan_is_declared():
     """Fault 108: a plan that misses the KDA layers is worse than none, so the classes declare none."""
     model = build()
