@@ -9,7 +9,7 @@ through a few Newton-Schulz iterations. What counts as *a matrix* is decided her
     experts gate_up_proj, down_proj     every expert, gate and up     [M, D], [M, D], [D, M]
     every other Linear and the router   the whole weight
 
-torch.optim.Muon takes one 2-D parameter at a time; here the blocks of a parameter are orthogonalised in one batch. The
+torch.optim.Muon takes one 2-D parameter at a time; here the blocks of parameters of one shape are one batch. The
 update of a block is that of torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` (the tests compare them), so
 learning rate and weight decay are those one would use with AdamW.
 """
@@ -24,6 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
+MOST_AT_ONCE = 2**24  # elements of parameters whose steps are computed together: bounds what lies beside the model
 # Modules whose parameters of two or more dimensions are tables, taps or vectors, not maps of one space to another.
 _NO_MAP = ("Embedding", "Conv2d", "KimiK3ShortConvolution", "KimiK3PseudoQuery", "KimiK3PositionTable")
 
@@ -130,9 +131,19 @@ class PerHeadMuon(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             if group["algorithm"] == "muon":
+                alike = {}
                 for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group)
+                    if parameter.grad is None:
+                        continue
+                    if isinstance(parameter, DTensor):
+                        self._update_sharded(parameter, group)
+                    else:
+                        kind = parameter.shape, parameter.dtype, parameter.device
+                        alike.setdefault(kind, []).append(parameter)
+                for (shape, *_), parameters in alike.items():
+                    at_once = max(MOST_AT_ONCE // shape.numel(), 1)
+                    for start in range(0, len(parameters), at_once):
+                        self._update(parameters[start : start + at_once], group)
         if self._adamw is not None:
             # One state and one list of groups: loading a state_dict puts new ones into `self`.
             self._adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
@@ -140,21 +151,37 @@ class PerHeadMuon(torch.optim.Optimizer):
             self._adamw.step()
         return loss
 
-    def _update(self, parameter, group):
-        state, grad, lr = self.state[parameter], parameter.grad, group["lr"]
+    def _momentum(self, parameter):
+        state = self.state[parameter]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(grad)
-        momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
-        update = grad.lerp(momentum, group["momentum"])
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        return state["momentum_buffer"]
+
+    def _update(self, parameters, group):
+        """Parameters of one shape, their matrices in one batch: a small model on a GPU waits for launches."""
+        lr, grads = group["lr"], [parameter.grad for parameter in parameters]
+        momenta = [self._momentum(parameter) for parameter in parameters]
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        updates = torch._foreach_lerp(grads, momenta, group["momentum"])
+        torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        weights = zip(*(matrices(parameter, group["blocks"]) for parameter in parameters), strict=True)
+        parts = zip(*(matrices(update, group["blocks"]) for update in updates), strict=True)
+        for weight, part in zip(weights, parts, strict=True):
+            step = orthogonalize(torch.cat(part), group["ns_steps"])
+            scale = -lr * 0.2 * math.sqrt(max(step.shape[-2:]))
+            torch._foreach_add_(weight, step.split([len(one) for one in weight]), alpha=scale)
+
+    def _update_sharded(self, parameter, group):
+        """Every process computes the whole step and keeps its part."""
+        lr, grad = group["lr"], parameter.grad
+        momentum = self._momentum(parameter).lerp_(grad, 1 - group["momentum"])
+        whole = grad.lerp(momentum, group["momentum"]).full_tensor()
         parameter.mul_(1 - lr * group["weight_decay"])
-        sharded = isinstance(parameter, DTensor)  # every process computes the whole step and keeps its part
-        whole = update.full_tensor() if sharded else update
-        target = torch.zeros_like(whole, dtype=torch.float32) if sharded else parameter
+        target = torch.zeros_like(whole, dtype=torch.float32)
         for weight, part in zip(matrices(target, group["blocks"]), matrices(whole, group["blocks"]), strict=True):
             weight.add_(orthogonalize(part, group["ns_steps"]), alpha=-lr * 0.2 * math.sqrt(max(part.shape[-2:])))
-        if sharded:
-            mesh, placements = parameter.device_mesh, parameter.placements
-            parameter.add_(distribute_tensor(target, mesh, placements, src_data_rank=None))
+        mesh, placements = parameter.device_mesh, parameter.placements
+        parameter.add_(distribute_tensor(target, mesh, placements, src_data_rank=None))
 
 
 def matrices(parameter: torch.Tensor, blocks: tuple[int, ...] | None) -> tuple[torch.Tensor, ...]:
