@@ -157,14 +157,25 @@ def test_packed_experts_reach_the_gguf_unchanged(data_dir, tmp_path):
             assert torch.equal(theirs[expert], ours), base
 
 
-def test_the_small_checkpoint_and_its_tokenizer_are_taken(data_dir, tmp_path):
-    """Fault 120: the vocabulary step runs on our tokenizer. llama.cpp cannot run this model: docs/conversion.md."""
+def test_the_small_checkpoint_answers_in_llama_cpp(data_dir, tmp_path):
+    """Fault 120: the vocabulary step runs on our tokenizer; packed experts of a trained model give the same answers."""
     sys.path.insert(0, f"{LLAMA_CPP}/gguf-py")
     gguf = pytest.importorskip("gguf")
     convert(data_dir.parent.parent / "checkpoints" / "small", tmp_path / "model")
-    reader = gguf.GGUFReader(to_gguf(tmp_path / "model"))
-    tokens = reader.fields["tokenizer.ggml.tokens"]
+    path = to_gguf(tmp_path / "model")
+    tokens = gguf.GGUFReader(path).fields["tokenizer.ggml.tokens"]
     assert len(tokens.data) == 2048
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
     for i in (0, 1, 2, 100, 2047):
         assert bytes(tokens.parts[tokens.data[i]]).decode() == tokenizer.convert_ids_to_tokens(i)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    server = serve(path)
+    told = {"Rowena": "70392", "Nigel": "18845", "Imogen": "60013"}
+    text = " ".join(f"The secret number of {name} is {number}." for name, number in told.items())
+    for name, number in told.items():
+        prompt = f"{text}\nQuestion: What is the secret number of {name}?\nAnswer:"
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        ours = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        request = {"prompt": ids[0].tolist(), "n_predict": 8, "samplers": ["top_k"], "top_k": 1, "cache_prompt": False}
+        theirs = server.handle_completions(request)["choices"][0]["text"]
+        assert theirs == tokenizer.decode(ours[0, ids.shape[1] :], skip_special_tokens=True) == f" {number}."
