@@ -20,6 +20,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+from kimi_k3.eval.words import ADJECTIVES, NOUNS, VERBS
+
 ANSWER_WEIGHT = 4.0
 END = "<|eos|>"  # behind an answer
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -118,8 +120,6 @@ class Vocabulary:
     @classmethod
     def training(cls, text: str, count_tokens) -> "Vocabulary":
         """The words of `text` that occur 20 times or more, without those of the recall suite."""
-        from kimi_k3.eval.words import ADJECTIVES, NOUNS, VERBS  # the suite imports this file
-
         withheld = {*ADJECTIVES, *NOUNS, *VERBS}
         counts = Counter(re.findall(r"(?<= )[a-z]{3,9}(?= )", text))
         words = tuple(sorted(word for word, count in counts.items() if count >= 20 and word not in withheld))
@@ -133,8 +133,6 @@ class Vocabulary:
     @classmethod
     def held_out(cls, count_tokens) -> "Vocabulary":
         """What no episode of the training mentions."""
-        from kimi_k3.eval.words import NOUNS
-
         short = tuple(word for word in NOUNS if count_tokens(" " + word) == 1)
         return cls(tuple(NOUNS), short, tuple(HELD_OUT_NAMES), (3,), (5,))
 
