@@ -223,13 +223,16 @@ def chunk_backward_kernel(
 
 
 def backward(
-    q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, initial_state, cu_seqlens, d_out, d_final
+    q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, initial_state, cu_seqlens, d_out, d_final,
+    final_of=None
 ):  # fmt: skip
     """Gradients of q, k, v, g, beta, A_log, dt_bias and the initial state (None without).
 
     Args:
         d_out: [B, T, H, V], contiguous.
         d_final: [N, H, K, V] gradient of the final states, or None.
+        final_of: makes the gradient of the final states out of that of the initial states under `d_final`, where what
+            follows lies elsewhere (`kda_context`).
     """
     (batch, length, heads, key_size), value_size = q.shape, v.shape[-1]
     blocks = forward_pass.Blocks(batch, length, cu_seqlens)
@@ -250,11 +253,14 @@ def backward(
     )  # fmt: skip
     du, dstates = torch.empty_like(updated), torch.empty_like(states)
     d_initial = None if initial_state is None else torch.empty_like(initial_state)
-    scan_backward_kernel[grid](
-        work, decay, d_out, d_final, du, dstates, d_initial, cu_seqlens, blocks.offsets, length,
-        heads, key_size, value_size, block_k, columns, CHUNK, operand, varlen, d_final is not None,
-        initial_state is not None, stages, num_warps=4,
-    )  # fmt: skip
+    for exact in (True,) if final_of is None else (False, True):
+        scan_backward_kernel[grid](
+            work, decay, d_out, d_final, du, dstates, d_initial, cu_seqlens, blocks.offsets, length,
+            heads, key_size, value_size, block_k, columns, CHUNK, operand, varlen, d_final is not None,
+            initial_state is not None, stages, num_warps=4,
+        )  # fmt: skip
+        if not exact:
+            d_final = final_of(d_initial)
     del work
     # Tokens that belong to no sequence keep a gradient of zero.
     new = torch.empty if cu_seqlens is None else torch.zeros

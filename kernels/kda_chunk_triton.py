@@ -443,21 +443,34 @@ def segments_of(sequences: int, heads: int, length: int, value_size: int, device
     return room if room > 1 and triton.cdiv(length, CHUNK) >= 1024 else 1
 
 
-def _entry_states(work, decay, value_size, initial_state, blocks, length, segments, steps):
-    """State [N * segments, H, K, V] that every segment starts from, folded over the segments in float32."""
+def transitions(work, decay, value_size, sequences, length, segments):
+    """What every segment of sequences of one length makes of the state it starts from: S -> transition S + offset.
+
+    Returns:
+        transition [N, segments, H, K, K] and offset [N, segments, H, K, V], float32. Rounding up the steps of a segment
+        can leave fewer segments than were asked for.
+    """
     _, heads, key_size = decay.shape
-    columns = value_block(value_size, work.dtype)
-    shape = (blocks.sequences, segments, heads, key_size)
+    columns, chunks = value_block(value_size, work.dtype), triton.cdiv(length, CHUNK)
+    steps = triton.cdiv(chunks, segments)
+    segments = triton.cdiv(chunks, steps)
+    shape = (sequences, segments, heads, key_size)
     transition, offset = (torch.empty(*shape, x, device=work.device) for x in (key_size, value_size))
     parts = triton.cdiv(value_size, columns) + triton.cdiv(key_size, columns)
-    transition_kernel[(parts * heads * blocks.sequences * segments,)](
+    transition_kernel[(parts * heads * sequences * segments,)](
         work, decay, transition, offset, length,
         heads, key_size, value_size, tools.block(key_size), columns, CHUNK, tools.operand_types(work.dtype)[0],
         segments, steps, scan_stages(work.dtype), num_warps=4,
     )  # fmt: skip
+    return transition, offset
+
+
+def _entry_states(work, decay, value_size, initial_state, blocks, length, segments):
+    """State [N * segments, H, K, V] that every segment starts from, folded over the segments in float32."""
+    transition, offset = transitions(work, decay, value_size, blocks.sequences, length, segments)
     entry = torch.empty_like(offset)
     state = torch.zeros_like(offset[:, 0]) if initial_state is None else initial_state.float()
-    for segment in range(segments):
+    for segment in range(offset.shape[1]):
         entry[:, segment] = state
         state = offset[:, segment] + transition[:, segment] @ state
     return entry.flatten(0, 1)
@@ -465,15 +478,18 @@ def _entry_states(work, decay, value_size, initial_state, blocks, length, segmen
 
 def forward(
     q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, initial_state, cu_seqlens, checkpoint_every=0,
-    segments=None
+    segments=None, entry_of=None
 ):  # fmt: skip
-    """As `kda.gated_kda`, whose arguments these are; also the checkpoints [n, H, K, V] (None without).
+    """As `kda.fused_kda`, whose arguments these are; also the checkpoints [n, H, K, V] (None without).
 
-    `segments` overrides into how many parts a sequence is cut (tests).
+    `segments` overrides into how many parts a sequence is cut (tests). `entry_of` makes the initial state out of the
+    workspace and the decays that `prepare` left (`kda_context`).
     """
     (batch, length, heads, key_size), value_size = q.shape, v.shape[-1]
     blocks = Blocks(batch, length, cu_seqlens)
     work, decay, *_ = prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlens, blocks, False)
+    if entry_of is not None:
+        initial_state = entry_of(work, decay)
     out = torch.empty(batch, length, heads, value_size, device=q.device, dtype=v.dtype)
     state_dtype = torch.float32 if initial_state is None else initial_state.dtype
     final = torch.empty(blocks.sequences, heads, key_size, value_size, device=q.device, dtype=state_dtype)
@@ -489,9 +505,8 @@ def forward(
         segments = segments_of(batch, heads, length, value_size, q.device)
     entry, last, steps = initial_state, final, triton.cdiv(length, CHUNK)
     if segments > 1:
-        steps = triton.cdiv(steps, segments)
-        segments = triton.cdiv(triton.cdiv(length, CHUNK), steps)
-        entry = _entry_states(work, decay, value_size, initial_state, blocks, length, segments, steps)
+        entry = _entry_states(work, decay, value_size, initial_state, blocks, length, segments)
+        steps, segments = triton.cdiv(steps, segments), entry.shape[0] // batch
         last = torch.empty_like(entry)
     columns = value_block(value_size, q.dtype)
     scan_kernel[(triton.cdiv(value_size, columns) * heads * blocks.sequences * segments,)](

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kimi_k3.kernels import dispatch, kda, kda_step, short_conv
+from kimi_k3.kernels import dispatch, kda, kda_context, kda_step, short_conv
 
 pytest.importorskip("triton")
 
@@ -407,3 +407,53 @@ def test_fused_step_with_a_bfloat16_state():
     _, _, state = kda_step.kda_step(**inputs, **options)
     _, _, expected = kda_step.kda_step(**{**inputs, "state": inputs["state"].float()}, **options)
     assert state.dtype == torch.bfloat16 and rms_ratio(state, expected.double()) < 5e-3
+
+
+class Elsewhere:
+    """An exchange of `kda_context` that hands out what it was made with and keeps what it was given."""
+
+    def __init__(self, lengths, last, entry, d_final):
+        self.lengths, self.last, self.entry, self.d_final = lengths, last, entry, d_final
+
+    def entry_states(self, transition, offset):
+        self.transition, self.offset = transition, offset
+        return self.entry, transition
+
+    def end_gradients(self, d_entry, transition):
+        assert transition is self.transition or torch.equal(transition, self.transition)
+        self.d_entry = d_entry.clone()
+        return self.d_final
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize("lengths", [None, [70, 20, 44]], ids=["rows", "documents"])
+def test_a_part_gives_its_transition_and_takes_entry_and_end(path, lengths, monkeypatch):
+    """Random entry states and gradients of the end states play the parts that lie elsewhere."""
+    refusal = None if path == "triton" else "not this time"
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): refusal)
+    monkeypatch.setattr("kimi_k3.kernels.kda_chunk_triton.segments_of", lambda *shape: 2)
+    length, rows = (67, 2) if lengths is None else (sum(lengths), 1)
+    inputs, options = make_inputs(length, key_size=16, value_size=32, lengths=lengths, batch=rows,
+                                  gate="all-near-zero")  # fmt: skip
+    last = [0, 1] if lengths is None else [2]
+    entry = inputs.pop("initial_state")
+    d_out, d_final, d_given = (torch.randn(x.shape).to(DEVICE) for x in (inputs["v"], entry, entry))
+    there = Elsewhere(lengths or [length] * rows, last, entry, d_final)
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    out, final = kda_context.part_kda(**leaves, **options, exchange=there)
+    grads = torch.autograd.grad([out, final], list(leaves.values()), [d_out, d_given])
+
+    exact = {name: x.double().requires_grad_() for name, x in (inputs | {"initial_state": entry}).items()}
+    expected = oracle(exact, **options)
+    wanted = torch.autograd.grad(expected, list(exact.values()), [d_out.double(), (d_final + d_given).double()],
+                                 retain_graph=True)  # fmt: skip
+    seeds = [d_out.double(), d_given.double()]
+    d_entry = torch.autograd.grad(expected, exact["initial_state"], seeds)[0]
+    assert rms_ratio(out, expected[0].detach()) < 1e-5 and rms_ratio(final, expected[1].detach()) < 1e-5
+    assert rms_ratio(there.transition @ entry[last] + there.offset, expected[1][last].detach()) < 1e-5
+    assert there.transition.norm() > 1e-3, "a transition of zero would test nothing"
+    assert rms_ratio(there.d_entry, d_entry) < 1e-5
+    for name, got, want in zip(leaves, grads, wanted, strict=False):
+        assert rms_ratio(got, want) < 2e-5, name
+    with torch.no_grad():
+        assert torch.equal(kda_context.part_kda(**inputs, **options, exchange=there)[0], out)
