@@ -140,8 +140,20 @@ class KimiK3DeltaAttention(nn.Module):
         self.o_norm = KimiK3RMSNormGated(self.head_dim, config.rms_norm_eps, stored)
         self.o_proj = nn.Linear(channels, hidden, bias=False)
 
-    def forward(self, hidden_states, cache: HybridCache | None = None, layout: TokenLayout | StepLayout | None = None):
-        """[B, T, hidden] -> [B, T, hidden]; reads and advances the layer's state in `cache`."""
+    def forward(
+        self,
+        hidden_states,
+        cache: HybridCache | None = None,
+        layout: TokenLayout | StepLayout | None = None,
+        context=None,
+    ):
+        """[B, T, hidden] -> [B, T, hidden]; reads and advances the layer's state in `cache`.
+
+        `context` knows the tokens before these where they lie on other processes (`context_parallel.py`).
+        """
+        convolve, recur = short_conv.short_convs, kda.fused_kda
+        if context is not None:
+            convolve, recur = context.short_convs, context.fused_kda
         batch, length, _ = hidden_states.shape
         state = cache.layers[self.layer_idx] if cache is not None else None
         tails, recurrent = state.read(hidden_states.device) if state is not None else (None, None)
@@ -174,7 +186,7 @@ class KimiK3DeltaAttention(nn.Module):
                     in_place=state.writes_in_place and not kept_rows and not torch.is_grad_enabled(),
                 )
             else:
-                convolved, new_tails = short_conv.short_convs(projected, conv_weights, tails, cu_seqlens)
+                convolved, new_tails = convolve(projected, conv_weights, tails, cu_seqlens)
                 heads = (*x.shape[:2], self.num_heads, self.head_dim)
                 q, k, v, decay = (u.view(heads) for u in (*convolved, logits[0]))
                 arguments = q, k, v, decay, logits[1], *weights[1:], recurrent
@@ -183,7 +195,7 @@ class KimiK3DeltaAttention(nn.Module):
                     passed = (short_conv.tails_after(projected, tails, conv_weights, tokens) for tokens in boundaries)
                     exported = dict(zip(boundaries, zip(passed, states, strict=True), strict=True))
                 else:
-                    out, recurrent = kda.fused_kda(*arguments, cu_seqlens)
+                    out, recurrent = recur(*arguments, cu_seqlens=cu_seqlens)
                 out = self.o_norm(out, gate.view(heads)).flatten(-2)
         if state is not None:
             if state.record_past:
@@ -245,12 +257,14 @@ class KimiK3MLAttention(nn.Module):
         layout: TokenLayout | None = None,
         need_weights: bool = False,
         in_blocks: bool = False,
+        context=None,
         **kwargs,
     ):
         """[B, T, hidden] -> ([B, T, hidden], attention weights [B, H, T, S] or None).
 
         With `need_weights` the attention runs eagerly, whatever implementation is set: the fused ones have none.
         `in_blocks` says that causality is all there is to mask, and bounds the memory (`kernels/mla_prefill.py`).
+        `context` reaches the tokens on other processes (`context_parallel.py`).
         """
         rows, columns, _ = hidden_states.shape
         ragged = layout is not None and cache is None and not need_weights and is_flash_attention_requested(self.config)
@@ -272,7 +286,9 @@ class KimiK3MLAttention(nn.Module):
             latents = cache.layers[self.layer_idx].append(latents)
             held = cache.layers[self.layer_idx].get_seq_length()
 
-        if self._absorbing_is_cheaper(length, latents.shape[1]) and not (
+        if context is not None:
+            out, weights = context.attention(self, query, latents, **kwargs), None
+        elif self._absorbing_is_cheaper(length, latents.shape[1]) and not (
             in_blocks and self._scores_are_many(query, latents)
         ):
             out, weights = self._absorbed(query, latents, attention_mask, need_weights, held)
@@ -300,15 +316,19 @@ class KimiK3MLAttention(nn.Module):
         many = length > 1 and batch * heads * length * latents.shape[1] > MOST_SCORES
         return many and not mla_decode.is_fused(query, latents, self.rope_dim)
 
-    def _keys_and_values(self, latents):
-        """[B, S, R + P] -> keys [B, H, S, nope + rope] and values [B, H, S, V]."""
-        latent, k_pe = latents.split([self.kv_rank, self.rope_dim], dim=-1)
-        heads = *latents.shape[:2], self.num_heads, self.nope_dim + self.v_dim
-        key_nope, value = self.kv_b_proj(latent).view(heads).transpose(1, 2).split([self.nope_dim, self.v_dim], dim=-1)
-        return torch.cat([key_nope, k_pe[:, None].expand(-1, self.num_heads, -1, -1)], dim=-1), value
+    def _keys_and_values(self, latents, heads: int | None = None, kv_b=None):
+        """[B, S, R + P] -> keys [B, H, S, nope + rope] and values [B, H, S, V].
 
-    def _expanded(self, query, latents, attention_mask, need_weights, **kwargs):
-        key, value = self._keys_and_values(latents)
+        `kv_b` stands in for `kv_b_proj` where it makes some of the heads only, `heads` of them.
+        """
+        heads, kv_b = heads or self.num_heads, kv_b or self.kv_b_proj
+        latent, k_pe = latents.split([self.kv_rank, self.rope_dim], dim=-1)
+        expanded = kv_b(latent).view(*latents.shape[:2], heads, self.nope_dim + self.v_dim).transpose(1, 2)
+        key_nope, value = expanded.split([self.nope_dim, self.v_dim], dim=-1)
+        return torch.cat([key_nope, k_pe[:, None].expand(-1, heads, -1, -1)], dim=-1), value
+
+    def _expanded(self, query, latents, attention_mask, need_weights, kv_b=None, **kwargs):
+        key, value = self._keys_and_values(latents, query.shape[1], kv_b)
         if need_weights:
             mask = self._explicit_mask(attention_mask, query, latents.shape[1])
             return eager_attention_forward(self, query, key, value, mask, self.scaling)
@@ -614,7 +634,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
     def starts_block(self) -> bool:
         return self.block_size is not None and self.layer_idx % self.block_size == 0
 
-    def forward(self, partial, *blocks, attention_mask=None, cache=None, layout=None, **kwargs):
+    def forward(self, partial, *blocks, attention_mask=None, cache=None, layout=None, context=None, **kwargs):
         """
         Args:
             partial: [B, T, hidden]; at a block's first layer the sum that is to be sealed.
@@ -627,10 +647,10 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         read, hidden = self._read(blocks, partial, "self_attention", self.input_layernorm)
         weights = None
         if self.is_linear:
-            attended = self.self_attn(hidden, cache=cache, layout=layout)
+            attended = self.self_attn(hidden, cache=cache, layout=layout, context=context)
         else:
             attended, weights = self.self_attn(
-                hidden, attention_mask=attention_mask, cache=cache, layout=layout, **kwargs
+                hidden, attention_mask=attention_mask, cache=cache, layout=layout, context=context, **kwargs
             )
         if self.starts_block:
             blocks, partial = (*blocks, partial), attended
