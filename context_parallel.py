@@ -1,0 +1,447 @@
+"""Context parallelism: the tokens of a prompt or of a packed training row, cut over processes by position.
+
+Process r of W holds the r-th part of every row. What a layer needs of the other parts:
+
+    short convolutions   the last W - 1 inputs of the part before                          one all-gather
+    KDA                  (Phi, S^) of every part, then an exact fold (`kernels/kda_context`)  one all-gather
+    MLA                  the latents of all tokens (all-gather); queries and outputs change from "all heads of my
+                         tokens" to "all tokens of my heads" and back (two all-to-all), because causality would give
+                         the last process 2 W - 1 times the work of the first
+    everything else      nothing: norms, mixes over depth, router and experts see one token at a time
+
+This is a file of the root because it serves a prefill as well as training; models loaded as remote code work too.
+`docs/distributed.md` has the commands and the bytes.
+"""
+
+import contextlib
+import importlib
+import inspect
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers.masking_utils import create_causal_mask
+from transformers.utils.generic import is_flash_attention_requested
+
+# The kernels are imported as the layers import them.
+short_conv, kda_context = (
+    importlib.import_module(f".kernels.{name}", __package__) for name in ("short_conv", "kda_context")
+)
+
+# torch 2.13 renamed them
+_all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
+
+
+@contextlib.contextmanager
+def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None):
+    """Inside, a forward takes this process's part of every row and computes what the whole rows would give there.
+
+    Backward may run inside or after it. Every gradient is that of this process's tokens: the sum over the group is that
+    of the whole rows. `shard` cuts a batch, `gather_cache` makes a cache whole.
+
+    Args:
+        model: a Kimi K3 model, or anything that holds one; the same weights on every process of the group.
+        group: the processes, in the order of the parts; None for all.
+
+    Raises:
+        RuntimeError: without a process group.
+        ValueError: when a forward gets what cannot be cut, on every process of the group and with the process that got
+            it: padding, a cache, another number of rows, parts shorter than a convolution reaches back.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "context_parallel needs a process group: start with torchrun and call torch.distributed.init_process_group"
+        )
+    backbone = next((m for m in model.modules() if any(c.__name__ == "KimiK3Model" for c in type(m).__mro__)), None)
+    if backbone is None:
+        raise ValueError(f"{type(model).__name__} holds no KimiK3Model whose tokens could be cut")
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise ValueError("this process is not in the group whose processes hold the parts")
+    _agree(_facts(backbone.config, group), group)
+
+    def prepare(module, args, kwargs):
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        arguments = {**given.arguments, **given.arguments.pop("kwargs", {})}
+        return (), {**arguments, **_planned(module.config, arguments, group)}
+
+    hook = backbone.register_forward_pre_hook(prepare, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def shard(batch: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+    """This process's part of a batch that every process has whole.
+
+    Args:
+        batch: `input_ids` [B, T]; also `labels` [B, T], and `position_ids` [B, T] or `cu_seq_lens_q` for packed
+            documents, which become `position_ids`. The first parts get a token more where T does not divide.
+        group: as `context_parallel` takes it.
+
+    Returns:
+        the part [B, t] of each. With labels also `shift_labels`, shifted across the cuts, and `num_items_in_batch`, the
+        number of labels in the whole batch: the losses of all processes sum up to that of the batch.
+    """
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    batch = dict(batch)
+    ids = batch.pop("input_ids")
+    whole = {"input_ids": ids}
+    mask = batch.pop("attention_mask", None)
+    if mask is not None and not mask.all():
+        raise ValueError("shard cannot cut padding: pack the documents (position_ids), or leave the padding out")
+    offsets = batch.pop("cu_seq_lens_q", None)
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+        batch.pop(name, None)
+    if offsets is not None:
+        if ids.shape[0] != 1 or int(offsets[0]) != 0 or int(offsets[-1]) != ids.shape[1]:
+            raise ValueError(f"cu_seq_lens_q {offsets.tolist()} does not describe one row of {ids.shape[1]} tokens")
+        lengths = offsets.diff().tolist()
+        batch["position_ids"] = torch.cat([torch.arange(n, device=ids.device) for n in lengths])[None]
+    if batch.get("position_ids") is not None:
+        whole["position_ids"] = batch.pop("position_ids").expand(ids.shape[0], -1)
+    labels = batch.pop("labels", None)
+    if labels is not None:
+        whole |= {"labels": labels, "shift_labels": F.pad(labels[:, 1:], (0, 1), value=-100)}
+    if batch := {name: value for name, value in batch.items() if value is not None}:
+        raise ValueError(f"shard does not know how to cut {', '.join(batch)}: cut it by hand")
+    for name, value in whole.items():
+        if value.shape != ids.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {tuple(ids.shape)} as input_ids")
+    part = {name: value.tensor_split(world, dim=1)[rank].contiguous() for name, value in whole.items()}
+    if labels is not None:
+        part["num_items_in_batch"] = (whole["shift_labels"] != -100).sum()
+    return part
+
+
+@torch.no_grad()
+def gather_cache(cache, group: dist.ProcessGroup | None = None):
+    """Make the caches of a prefill inside `context_parallel` whole, in place and on every process of the group.
+
+    A cache then holds the last process's KDA states and the latents of all tokens, and goes on like one that a single
+    process filled: `model.generate(ids, attention_mask=..., past_key_values=cache)`.
+
+    Returns:
+        the cache.
+    """
+    world = dist.get_world_size(group)
+    lengths = [None] * world
+    dist.all_gather_object(lengths, int(cache.get_seq_length()), group=group)
+    source = dist.get_global_rank(group or dist.group.WORLD, world - 1)
+    for layer in cache.layers:
+        if "recurrent_state" in layer.tensor_names:
+            tensors = [tensor.contiguous() for tensor in layer.tensors()]
+            for tensor in tensors:
+                dist.broadcast(tensor, source, group=group)
+        else:
+            tensors = [_gathered(layer.latents, lengths, group)]
+        layer.load(tensors, sum(lengths))
+    return cache
+
+
+@torch.no_grad()
+def prefill(model: nn.Module, input_ids: torch.Tensor, group: dist.ProcessGroup | None = None):
+    """The cache of a prompt but for its last token, computed by all processes of the group.
+
+    Args:
+        input_ids: [B, T], the same on every process.
+
+    Returns:
+        the whole `HybridCache` of T - 1 tokens, on every process. `generate` goes on from the last token:
+        `model.generate(input_ids, attention_mask=torch.ones_like(input_ids), past_key_values=cache)`.
+    """
+    with context_parallel(model, group):
+        out = model(**shard({"input_ids": input_ids[:, :-1]}, group), use_cache=True, logits_to_keep=1)
+    return gather_cache(next(out[name] for name in ("cache", "past_key_values") if out.get(name) is not None), group)
+
+
+def _facts(config, group) -> dict:
+    """What all processes have to agree on before the first collective of a forward."""
+    text = config.get_text_config(decoder=True)
+    world, heads = dist.get_world_size(group), text.num_attention_heads
+    refusal = None
+    if heads % world:
+        refusal = f"{heads} heads of MLA do not divide among {world} processes: use a divisor of {heads}"
+    model = text.hidden_size, text.num_hidden_layers, heads, text.vocab_size
+    return {"the model (hidden size, layers, heads, vocabulary)": model, "refusal": refusal}
+
+
+def _agree(facts: dict, group) -> list[dict]:
+    """Everybody's facts, in the order of the group; raises on every process when one refuses or they differ."""
+    everybody = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, facts, group=group)
+    for rank, other in enumerate(everybody):
+        if other["refusal"] is not None:
+            raise ValueError(f"process {rank} of {len(everybody)} cannot take its part: {other['refusal']}")
+    for name in set(facts) - {"refusal"}:
+        if name.startswith("the ") and any(other[name] != everybody[0][name] for other in everybody):
+            raise ValueError(f"the processes disagree about {name}: {[other[name] for other in everybody]}")
+    return everybody
+
+
+def _planned(config, arguments: dict, group) -> dict:
+    """Arguments to change in a forward of the backbone: the plan of its parts, and what only the plan knows."""
+    ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    given = ids if embeds is None else embeds
+    facts = {"refusal": None, "the rows of the batch": given.shape[0], "tokens": given.shape[1]}
+    try:
+        facts |= _part_facts(config, arguments, given)
+    except ValueError as error:
+        facts["refusal"] = str(error)
+    facts["the use of position_ids"] = arguments.get("position_ids") is not None
+    plan = ContextPlan(_agree(facts, group), given.device, group)
+    if plan.packed and is_flash_attention_requested(config):
+        raise ValueError("packed documents over several processes need attn_implementation 'sdpa', 'eager' or 'flex'")
+    changed = {"context": plan, "attention_mask": None, "past_key_values": None, "cache": None}
+    return {**changed, "use_cache": False} if plan.packed else changed
+
+
+def _part_facts(config, arguments, given) -> dict:
+    """First and last position of every row, and the columns behind the first at which documents start."""
+    if any(arguments.get(name) is not None for name in PACKING_ARGUMENTS):
+        raise ValueError(f"{', '.join(PACKING_ARGUMENTS)} describe a whole row: give the position_ids of the part")
+    mask = arguments.get("attention_mask")
+    if mask is not None and not mask.all():
+        raise ValueError("padding cannot be cut: pack the documents (position_ids), or leave the padding out")
+    if any(arguments.get(name) is not None for name in ("cache", "past_key_values")):
+        raise ValueError("a cache cannot be given: use_cache=True makes one of this part, gather_cache makes it whole")
+    if arguments.get("output_attentions") or config.output_attentions:
+        raise ValueError("there are no attention weights of a part (output_attentions)")
+    (rows, length), reach = given.shape[:2], config.linear_attn_config["short_conv_kernel_size"] - 1
+    if length < max(reach, 1):
+        raise ValueError(f"a part has {length} tokens, at least {max(reach, 1)} are needed: use fewer processes")
+    positions = arguments.get("position_ids")
+    if positions is None:
+        return {"first": [None] * rows, "last": [None] * rows, "starts": [[]] * rows}
+    positions = positions[None] if positions.dim() == 1 else positions
+    if positions.dim() != 2 or positions.shape[1] != length or positions.shape[0] not in (1, rows):
+        raise ValueError(f"position_ids has shape {tuple(positions.shape)}, expected {(rows, length)}")
+    positions = positions.expand(rows, -1)
+    inner = (positions.diff(dim=1) != 1).nonzero().tolist()
+    starts = [[column + 1 for row, column in inner if row == wanted] for wanted in range(rows)]
+    return {"first": positions[:, 0].tolist(), "last": positions[:, -1].tolist(), "starts": starts}
+
+
+class ContextPlan:
+    """Which tokens lie where in one forward, and what the layers exchange; an `exchange` of `kernels/kda_context`.
+
+    Attributes:
+        lengths: tokens of every process's part of a row.
+        packed: whether a row holds more than one document.
+        last: number of the last sequence of every row of this part; the rows' sequences lie end to end.
+    """
+
+    def __init__(self, everybody: list[dict], device: torch.device, group):
+        self.group, self.world, self.rank = group, len(everybody), dist.get_rank(group)
+        self.parts = [facts["tokens"] for facts in everybody]
+        self.rows, self.device, self._masks = everybody[0]["the rows of the batch"], device, {}
+        offsets = [sum(self.parts[:rank]) for rank in range(self.world)]
+        # for every process and row: whether a document goes on at its first column
+        goes_on = [
+            [rank > 0 and (first is None or first == before + 1)
+             for first, before in zip(facts["first"], everybody[rank - 1]["last"], strict=True)]
+            for rank, facts in enumerate(everybody)
+        ]  # fmt: skip
+        self._starts = [
+            [offset + column for facts, offset, on in zip(everybody, offsets, goes_on, strict=True)
+             for column in ([] if on[row] else [0]) + facts["starts"][row]]
+            for row in range(self.rows)
+        ]  # fmt: skip
+        self.packed = any(starts != [0] for starts in self._starts)
+        own, length = everybody[self.rank]["starts"], self.parts[self.rank]
+        documents = [1 + len(starts) for starts in own]
+        self._first = [sum(documents[:row]) for row in range(self.rows)]
+        self.last = [first + count - 1 for first, count in zip(self._first, documents, strict=True)]
+        self.lengths = [
+            end - start
+            for starts in own
+            for start, end in zip([0, *starts], [*starts, length], strict=True)
+        ]  # fmt: skip
+        self._goes_on = torch.tensor(goes_on[self.rank], device=device)
+        passes = [on and not starts for on, starts in zip(goes_on[self.rank], own, strict=True)]
+        self._passes = torch.tensor(passes, device=device)
+
+    def short_convs(self, inputs, weights, tails, cu_seqlens):
+        """As `short_conv.short_convs`, with the inputs of the part before in front of every row."""
+        history = weights[0].shape[-1] - 1
+        rows = [x.reshape(self.rows, self.parts[self.rank], -1) for x in inputs]
+        before = _PartBefore.apply(torch.cat([x[:, -history:] for x in rows], dim=-1), self)
+        before = torch.where(self._goes_on[:, None, None], before, 0)
+        longer = [
+            torch.cat([old, x], dim=1)
+            for old, x in zip(before.split([x.shape[-1] for x in rows], dim=-1), rows, strict=True)
+        ]
+        if cu_seqlens is not None:
+            longer = [x.flatten(0, 1)[None] for x in longer]
+            lengths = list(self.lengths)
+            for first in self._first:
+                lengths[first] += history
+            cu_seqlens = F.pad(torch.tensor(lengths, device=cu_seqlens.device).cumsum(0), (1, 0))
+        outputs, new_tails = short_conv.short_convs(tuple(longer), weights, None, cu_seqlens)
+        shape = self.rows, history + self.parts[self.rank], -1
+        return tuple(y.reshape(shape)[:, history:].reshape(x.shape) for x, y in zip(inputs, outputs, strict=True)), (
+            new_tails
+        )
+
+    def fused_kda(self, *arguments, initial_state=None, cu_seqlens=None):
+        """As `kda.fused_kda`, from the states that the parts before leave."""
+        return kda_context.part_kda(*arguments, cu_seqlens, self)
+
+    def entry_states(self, transition, offset):
+        """Of `kernels.kda_context`: the states that the sequences of this part start from, and every part's Phi."""
+        sent = torch.cat([transition * self._passes[:, None, None, None], offset], dim=-1)
+        received = _all_gather(sent, self.group)
+        size = transition.shape[-1]
+        state = torch.zeros_like(offset)
+        for part in received[: self.rank]:
+            state = part[..., size:] + part[..., :size] @ state
+        entry = offset.new_zeros(len(self.lengths), *offset.shape[1:])
+        entry[self._first] = state * self._goes_on[:, None, None, None]
+        return entry, received[self.rank + 1 :, ..., :size].clone()
+
+    def end_gradients(self, d_entry, transitions):
+        """Of `kernels.kda_context`: gradients of the final states, by what the parts behind do with them."""
+        sent = d_entry[self._first] * self._goes_on[:, None, None, None]
+        received = _all_gather(sent, self.group)
+        grad = torch.zeros_like(sent)
+        for transition, added in zip(transitions.flip(0), received[self.rank + 1 :].flip(0), strict=True):
+            grad = transition.transpose(-1, -2) @ grad + added
+        d_final = torch.zeros_like(d_entry)
+        d_final[self.last] = grad
+        return d_final
+
+    def attention(self, module, query, latents, **options):
+        """MLA of all tokens for this process's share of the heads.
+
+        Args:
+            module: the layer; query [B, H, t, qk_dim] and latents [B, t, R] of this part.
+
+        Returns:
+            [B, t, H, v_dim]
+        """
+        share = query.shape[1] // self.world
+        first, size = self.rank * share, module.nope_dim + module.v_dim
+        query = _Dealt.apply(query, self, _by_heads, _by_tokens)
+        latents = _AllTokens.apply(latents, self)
+
+        def kv_b(latent):
+            if type(module.kv_b_proj) is nn.Linear:
+                return F.linear(latent, module.kv_b_proj.weight[first * size : (first + share) * size])
+            # An adapter in its place acts only when it is called.
+            return module.kv_b_proj(latent)[..., first * size : (first + share) * size]
+
+        mask = self._mask(module.config, query)
+        out, _ = module._expanded(query, latents, mask, need_weights=False, kv_b=kv_b, **options)
+        return _Dealt.apply(out.transpose(1, 2), self, _by_tokens, _by_heads).transpose(1, 2)
+
+    def _mask(self, config, like):
+        """The mask of whole rows in the form of the attention implementation; None where causality is all."""
+        key = config._attn_implementation, like.dtype
+        if key not in self._masks:
+            total, inside = sum(self.parts), None
+            if self.packed:
+                marks = torch.zeros(self.rows, total, dtype=torch.long, device=self.device)
+                for row, starts in enumerate(self._starts):
+                    marks[row, starts] = 1
+                documents = marks.cumsum(1)
+
+                def inside(b, h, q, kv):
+                    return documents[b, q] == documents[b, kv]
+
+            embeds = like.new_empty(self.rows, total, 1)
+            self._masks[key] = create_causal_mask(config, embeds, None, None, and_mask_function=inside)
+        return self._masks[key]
+
+
+class _PartBefore(torch.autograd.Function):
+    """x [B, n, P] of the process before, zeros on the first; the gradient goes back to where it came from."""
+
+    @staticmethod
+    def forward(ctx, x, plan):
+        ctx.plan = plan
+        return _neighbour(x, plan, -1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return _neighbour(grad, ctx.plan, 1), None
+
+
+def _neighbour(x, plan, step):
+    received, other = _all_gather(x, plan.group), plan.rank + step
+    return received[other].clone() if 0 <= other < plan.world else torch.zeros_like(x)
+
+
+def _all_gather(x, group):
+    """[W, *x.shape], one entry a process."""
+    world = dist.get_world_size(group)
+    received = x.new_empty(world * x.shape[0], *x.shape[1:])
+    _all_gather_tensor(received, x.contiguous(), group=group)
+    return received.view(world, *x.shape)
+
+
+class _AllTokens(torch.autograd.Function):
+    """[B, t, R] of every process -> [B, T, R]; the gradients of all processes are summed in float32."""
+
+    @staticmethod
+    def forward(ctx, x, plan):
+        ctx.plan, ctx.dtype = plan, x.dtype
+        return _gathered(x, plan.parts, plan.group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        plan, longest = ctx.plan, max(ctx.plan.parts)
+        grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        parts = [F.pad(part, (0, 0, 0, longest - part.shape[1])) for part in grad.split(plan.parts, dim=1)]
+        out = torch.empty_like(parts[0])
+        _reduce_scatter_tensor(out, torch.cat(parts), group=plan.group)
+        return out[:, : plan.parts[plan.rank]].to(ctx.dtype), None
+
+
+def _gathered(x, lengths, group):
+    """[B, t, R] -> [B, T, R] over parts of these lengths."""
+    longest = max(lengths)
+    received = _all_gather(F.pad(x, (0, 0, 0, longest - x.shape[1])), group)
+    return torch.cat([part[:, :length] for part, length in zip(received, lengths, strict=True)], dim=1)
+
+
+class _Dealt(torch.autograd.Function):
+    """`_by_heads` or `_by_tokens`, each of which takes back the other's gradient."""
+
+    @staticmethod
+    def forward(ctx, x, plan, there, back):
+        ctx.plan, ctx.back = plan, back
+        return there(x, plan)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return ctx.back(grad, ctx.plan), None, None, None
+
+
+def _by_heads(x, plan):
+    """[B, H, t, D], all heads of these tokens -> [B, H / W, T, D], all tokens of these heads."""
+    batch, heads, _, size = x.shape
+    shapes = [(batch, heads // plan.world, tokens, size) for tokens in plan.parts]
+    return torch.cat(_all_to_all(x.chunk(plan.world, dim=1), shapes, plan.group), dim=2)
+
+
+def _by_tokens(x, plan):
+    """[B, H / W, T, D] -> [B, H, t, D], the inverse of `_by_heads`."""
+    shapes = [(*x.shape[:2], plan.parts[plan.rank], x.shape[3])] * plan.world
+    return torch.cat(_all_to_all(x.split(plan.parts, dim=2), shapes, plan.group), dim=1)
+
+
+def _all_to_all(pieces, shapes, group):
+    """Send piece r to process r; what comes from process r has shape r."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    sent = torch.cat([piece.flatten() for piece in pieces])
+    received = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(received, sent, sizes, [piece.numel() for piece in pieces], group=group)
+    return [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
