@@ -13,6 +13,7 @@ from .kernels/experts_triton import
 from .kernels/kda import
 from .kernels/kda_backward_triton import
 from .kernels/kda_chunk_triton import
+from .kernels/kda_context import
 from .kernels/kda_step import
 from .kernels/kda_step_triton import
 from .kernels/mla_decode import
