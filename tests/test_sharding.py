@@ -1,67 +1,198 @@
-"""DDP, and FSDP2 of a model with two dtypes, in two processes on the CPU."""
+"""DDP, FSDP2 by itself and through accelerate, in two processes on the CPU; a sharded checkpoint back in one."""
 
 import copy
+import os
 import subprocess
 import sys
+from pathlib import Path
 
-import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import kimi_k3
-from kimi_k3.training import PerHeadMuon, fully_shard_by_dtype, muon_groups
+from kimi_k3.training import PerHeadMuon, QuantileBalancer, fully_shard_by_dtype, muon_groups
 
 
 def texts(rank):
     return torch.randint(3, 100, (1, 20), generator=torch.Generator().manual_seed(rank))
 
 
-def step_in_one_of_two(rank, folder, meeting, options):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    model = kimi_k3.KimiK3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).train()
-    alone = copy.deepcopy(model)
-    whole = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))
-    for _ in range(2):  # every parameter has its gradient, else the second step is refused
-        whole(input_ids=texts(rank), labels=texts(rank)).loss.backward()
-    fully_shard_by_dtype(model)
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    assert {torch.bfloat16, torch.float32} <= dtypes
-    loss = model(texts(rank), labels=texts(rank)).loss
+def loss_of(model, rank):
+    return model(texts(rank), labels=texts(rank)).loss
+
+
+def load(folder, dtype=torch.bfloat16, **options):
+    return kimi_k3.KimiK3ForCausalLM.from_pretrained(folder, dtype=dtype, **options).train()
+
+
+def gradients_are_those_of_one(model, alone, rank):
+    """The sharded model's, against the mean over the ranks that `alone` computes."""
+    loss = loss_of(model, rank)
     loss.backward()
-    losses = [alone(texts(r), labels=texts(r)).loss for r in range(2)]
+    losses = [loss_of(alone, r) for r in range(2)]
     assert torch.equal(loss, losses[rank])
     (sum(losses) / 2).backward()
     for (name, shard), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert shard.dtype == expected.dtype and (shard.grad is None) == (expected.grad is None), name
         if shard.grad is not None:
             error = (shard.grad.full_tensor().float() - expected.grad.float()).norm()
-            assert error <= 0.05 * expected.grad.float().norm() + 1e-6, name  # sums of bfloat16 in another order
+            # Products and sums of bfloat16 in another order; a rank left out, or a sum for a mean, is 0.5 at least.
+            assert error <= 0.15 * expected.grad.float().norm() + 1e-6, name
+    return loss
+
+
+def trains_as_one(rank, folder, **options):
+    model = load(folder, **options)
+    alone = copy.deepcopy(model)
+    fully_shard_by_dtype(model)
+    assert {torch.bfloat16, torch.float32} <= {parameter.dtype for parameter in model.parameters()}
+    loss = gradients_are_those_of_one(model, alone, rank)
     # Muon orthogonalises whole matrices: the step of two processes is that of one on the mean of their gradients.
     for shard, parameter in zip(model.parameters(), alone.parameters(), strict=True):
         parameter.grad = None if shard.grad is None else shard.grad.full_tensor().clone()
     for one in (model, alone):
         PerHeadMuon(muon_groups(one), lr=1e-2).step()
-    for (name, shard), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
+    for (name, shard), expected in zip(model.named_parameters(), alone.named_parameters(), strict=True):
         # to a rounding of the step (2e-3 an entry): alone it is added while it is multiplied
         torch.testing.assert_close(
-            shard.full_tensor(), expected, rtol=2**-7, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            shard.full_tensor(), expected[1], rtol=2**-7, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
         )
-    assert model(texts(rank), labels=texts(rank)).loss < loss
-    torch.distributed.destroy_process_group()
+    assert loss_of(model, rank) < loss
 
 
-@pytest.mark.parametrize(
-    "case",
-    [("k3_dense_flat",), ("k3_tiny_mxfp4", "dequantize"), ("k3_tiny_mxfp4",)],
-    ids=["dense", "float experts", "packed experts"],
-)
-def test_two_processes_train_as_one(case, data_dir, tmp_path):
-    """Faults 100, 101: float32 A_log and dt_bias beside bfloat16; frozen packed experts too."""
-    rest = [str(data_dir / case[0]), str(tmp_path / "meeting"), *case[1:]]
-    processes = [subprocess.Popen([sys.executable, "-P", __file__, str(rank), *rest]) for rank in range(2)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+def distributed_data_parallel(rank, folder):
+    whole = torch.nn.parallel.DistributedDataParallel(load(folder))
+    for _ in range(2):  # every parameter has its gradient, else the second step is refused
+        loss_of(whole, rank).backward()
+
+
+def adapters(rank, folder):
+    """float32 factors beside bfloat16 weights and packed experts, all in one layer."""
+    from peft import LoraConfig, get_peft_model
+
+    from kimi_k3.training import lora_targets
+
+    model = load(folder)
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **lora_targets(model)))
+    alone = copy.deepcopy(model)
+    fully_shard_by_dtype(model)
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    assert trained == {torch.float32} and not any(p.requires_grad for n, p in model.named_parameters() if "A_log" in n)
+    gradients_are_those_of_one(model, alone, rank)
+    assert sum(p.grad is not None for p in model.parameters()) > 50
+
+
+def float32_weights_compute_in_bfloat16(rank, folder):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard_by_dtype(load(folder, torch.float32), policy)
+    loss = loss_of(model, rank)
+    assert torch.equal(loss, loss_of(load(folder), rank)), "A_log and its like must not be rounded"
+    loss.backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+def through_accelerate(rank, folder, out):
+    """accelerate keeps FSDP for accelerators; told that it is on, it runs the same code on a CPU."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
+    PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    assert accelerator.is_fsdp2
+    model, alone = load(folder, dequantize=True), load(folder, dequantize=True)
+    fully_shard_by_dtype(model)
+    model, optimizer = accelerator.prepare(model, PerHeadMuon(muon_groups(model), lr=1e-2))
+    balancer, balancer_alone = QuantileBalancer(model), QuantileBalancer(alone)
+    for step in range(2):
+        loss = loss_of(model, rank)
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        assert torch.isfinite(norm.full_tensor())
+        optimizer.step()
+        optimizer.zero_grad()
+        balancer.step()
+        if step == 0:
+            for r in range(2):
+                loss_of(alone, r)
+            group, balancer_alone._counts = balancer_alone._counts, balancer_alone._counts.clone()
+            if rank:  # both processes have counted everything: one of them is enough
+                balancer_alone._counts.zero_()
+            balancer_alone.step()
+            assert group.any()
+            for (name, bias), expected in zip(model.named_buffers(), alone.named_buffers(), strict=True):
+                assert torch.equal(bias, expected[1]) and bias.any(), name
+    for name, bias in model.named_buffers():
+        both = [torch.empty_like(bias) for _ in range(2)]
+        dist.all_gather(both, bias)
+        assert torch.equal(*both), name
+    weights, state = get_state_dict(model, optimizer.optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=out / "sharded")
+    whole = accelerator.get_state_dict(model)
+    if rank == 0:
+        model.save_pretrained(out / "folder", state_dict=whole)
+    moments = {
+        name: optimizer.optimizer.state[p]["momentum_buffer"].full_tensor()
+        for name, p in model.named_parameters()
+        if "momentum_buffer" in optimizer.optimizer.state.get(p, {})
+    }
+    losses = torch.stack([loss_of(model, r).detach() for r in range(2)])
+    if rank == 0:
+        torch.save({"losses": losses, "weights": whole, "moments": moments}, out / "expected.pt")
+
+
+def in_one_of_two(rank, data_dir, out):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out / 'meeting'}", rank=rank, world_size=2)
+    distributed_data_parallel(rank, data_dir / "k3_dense_flat")
+    trains_as_one(rank, data_dir / "k3_dense_flat")
+    trains_as_one(rank, data_dir / "k3_tiny_mxfp4", dequantize=True)
+    trains_as_one(rank, data_dir / "k3_tiny_mxfp4")
+    adapters(rank, data_dir / "k3_tiny_mxfp4")
+    float32_weights_compute_in_bfloat16(rank, data_dir / "k3_dense_flat")
+    through_accelerate(rank, data_dir / "k3_tiny_mxfp4", out)
+    dist.destroy_process_group()
+
+
+def test_two_processes_train_as_one_and_one_goes_on(data_dir, tmp_path):
+    """Faults 100, 101: float32 A_log and dt_bias beside bfloat16; frozen packed experts and adapters too."""
+    arguments = [str(data_dir), str(tmp_path)]
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-P", __file__, str(rank), *arguments],
+            env=os.environ | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=200) for process in processes] == [0, 0]
+
+    expected = torch.load(tmp_path / "expected.pt")
+    model = load(data_dir / "k3_tiny_mxfp4", dequantize=True)
+    optimizer = PerHeadMuon(muon_groups(model), lr=1e-2)
+    assert loss_of(model, 0) != expected["losses"][0]
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "sharded", no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    folder = load(tmp_path / "folder")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected["weights"][name]), name
+        assert torch.equal(parameter, folder.get_parameter(name)), name
+    assert len(expected["moments"]) > 50
+    for name, moment in expected["moments"].items():
+        assert torch.equal(optimizer.state[model.get_parameter(name)]["momentum_buffer"], moment), name
+    for rank in range(2):
+        assert torch.equal(loss_of(model, rank), expected["losses"][rank])
+        assert torch.equal(loss_of(folder, rank), expected["losses"][rank])
 
 
 if __name__ == "__main__":
-    rank, folder, meeting, *names = sys.argv[1:]
-    step_in_one_of_two(int(rank), folder, meeting, dict.fromkeys(names, True))
+    in_one_of_two(int(sys.argv[1]), *map(Path, sys.argv[2:]))

@@ -1,53 +1,86 @@
 """FSDP2 for a model whose float32 parameters stand beside bfloat16 ones.
 
-`fully_shard` gathers the parameters of a unit in one buffer, so a unit has one dtype. A KDA layer keeps `A_log`,
-`dt_bias`, the convolutions and the output norm in float32 beside bfloat16 projections; here they become units of their
-own, below the layer's.
+`fully_shard` casts and reduces the parameters of a unit alike, so those that train in one unit have one dtype. A KDA
+layer keeps `A_log`, `dt_bias`, the convolutions and the output norm in float32 beside bfloat16 projections, and an
+adapter is float32 beside the weights that it adapts; here each kind becomes a unit of its own, below the layer's.
 """
 
+import dataclasses
 from collections import Counter
 
 import torch
 from torch import nn
 
 
-def fully_shard_by_dtype(model: nn.Module, **options) -> nn.Module:
+def fully_shard_by_dtype(model: nn.Module, mp_policy=None, **options) -> nn.Module:
     """Shard a causal language model over the processes of a mesh, every decoder layer and its odd dtypes as units.
 
+    accelerate and `Trainer` leave a model that is sharded already as it is, so this comes before
+    `accelerator.prepare(model, optimizer)` or `Trainer(model)`, with fsdp_version 2 and mixed_precision "no".
+
     Args:
-        model: `KimiK3ForCausalLM`, on the device of this process, with the same weights on every process.
-        **options: of `torch.distributed.fsdp.fully_shard` (mesh, mp_policy, offload_policy, reshard_after_forward).
+        model: `KimiK3ForCausalLM`, with an adapter or without, on the device of this process, with the same weights on
+            every process.
+        mp_policy: a `torch.distributed.fsdp.MixedPrecisionPolicy`. Its `param_dtype` is not applied to what the model
+            keeps in float32 whatever dtype is asked for: float32 weights then train as bfloat16 ones do beside them.
+        **options: of `torch.distributed.fsdp.fully_shard` (mesh, offload_policy, reshard_after_forward).
 
     Returns:
         the model, sharded in place; make the optimizer after this call.
+
+    Raises:
+        ValueError: if the model has no decoder layer, or packed experts that `param_dtype` would cast.
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    layers = [m for m in model.modules() if any(c.__name__ == "KimiK3DecoderLayer" for c in type(m).__mro__)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no decoder layer of Kimi K3 to shard")
+    policy = mp_policy or MixedPrecisionPolicy()
+    exempt = set()
+    if policy.param_dtype is not None:
+        if not all(p.is_floating_point() for p in model.parameters()):
+            raise ValueError("param_dtype would cast packed experts: load with dequantize=True, or without mp_policy")
+        strict = {name for m in model.modules() for name in getattr(m, "_keep_in_fp32_modules_strict", None) or ()}
+        exempt = {p for name, p in model.named_parameters() if strict.intersection(name.split("."))}
+
+    def kind(module):
+        """(dtype, whether it is exempt from the policy) of the parameters that a module holds itself.
+
+        None without, and for frozen ones: they have no gradient to reduce and fit any unit.
+        """
+        own = module.parameters(recurse=False)
+        return next(((p.dtype, p in exempt) for p in own if p.requires_grad or p in exempt), None)
 
     sizes = Counter()
     for parameter in model.parameters():
-        sizes[parameter.dtype] += parameter.numel()
-    common = max((dtype for dtype in sizes if dtype.is_floating_point), key=sizes.__getitem__)
+        sizes[parameter.dtype, parameter in exempt] += parameter.numel() * parameter.is_floating_point()
+    common = max(sizes, key=sizes.__getitem__)
     sharded: set[nn.Parameter] = set()
 
-    def unit(modules, **more):
+    def unit(modules, kind=common, **more):
         modules = [module for module in modules if not sharded.issuperset(module.parameters())]
         if modules:
-            fully_shard(modules, **{**options, **more})
+            own = dataclasses.replace(policy, param_dtype=None) if kind[1] else policy
+            fully_shard(modules, mp_policy=own, **{**options, **more})
             sharded.update(parameter for module in modules for parameter in module.parameters())
 
-    for layer in model.model.layers:
-        for module in reversed(list(layer.modules())):  # a module comes after those inside it
-            kinds = {parameter.dtype for parameter in module.parameters(recurse=False)}
-            if kinds - {common}:
-                inside = [child for child in module.modules() if child is not module]
-                unit([child for child in inside if _dtype_of(child) == common])
-                # Some of these are called for their weight alone, which is read after the call.
-                unit([module], reshard_after_forward=False)
+    for layer in layers:
+        odd = [module for module in layer.modules() if kind(module) not in (None, common)]
+        for module in odd:
+            below = [child for child in module.modules() if child is not module and kind(child) is not None]
+            if below:  # the others below it first; what is left is of one kind
+                for other in dict.fromkeys(map(kind, below)):
+                    if other != kind(module):
+                        unit([child for child in below if kind(child) == other], other)
+                unit([module], kind(module))
+        for other in dict.fromkeys(map(kind, odd)):
+            # Some of these are called for their weight alone, which is read after the call.
+            unit([module for module in odd if kind(module) == other], other, reshard_after_forward=False)
         unit([layer])
     unit([model])
+    # Sharding renames the classes; accelerate looks for these names although it has nothing left to wrap.
+    for module in model.modules():
+        if getattr(type(module), "_no_split_modules", None):
+            module._no_split_modules = sorted({type(layer).__name__ for layer in layers})
     return model
-
-
-def _dtype_of(module: nn.Module) -> torch.dtype | None:
-    """dtype of the parameters that a module holds itself, None without."""
-    return next((parameter.dtype for parameter in module.parameters(recurse=False)), None)
