@@ -151,6 +151,9 @@ def through_accelerate(rank, folder, out):
 
 def in_one_of_two(rank, data_dir, out):
     torch.set_num_threads(1)
+    # As torchrun sets them, for accelerate; the processes meet in a file.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     dist.init_process_group("gloo", init_method=f"file://{out / 'meeting'}", rank=rank, world_size=2)
     distributed_data_parallel(rank, data_dir / "k3_dense_flat")
     trains_as_one(rank, data_dir / "k3_dense_flat")
@@ -164,17 +167,7 @@ def in_one_of_two(rank, data_dir, out):
 
 def test_two_processes_train_as_one_and_one_goes_on(data_dir, tmp_path):
     """Faults 100, 101: float32 A_log and dt_bias beside bfloat16; frozen packed experts and adapters too."""
-    arguments = [str(data_dir), str(tmp_path)]
-    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-P", __file__, str(rank), *arguments],
-            env=os.environ | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=200) for process in processes] == [0, 0]
-
+    subprocess.run([sys.executable, "-P", __file__, str(data_dir), str(tmp_path)], check=True, timeout=300)
     expected = torch.load(tmp_path / "expected.pt")
     model = load(data_dir / "k3_tiny_mxfp4", dequantize=True)
     optimizer = PerHeadMuon(muon_groups(model), lr=1e-2)
@@ -195,4 +188,11 @@ def test_two_processes_train_as_one_and_one_goes_on(data_dir, tmp_path):
 
 
 if __name__ == "__main__":
-    in_one_of_two(int(sys.argv[1]), *map(Path, sys.argv[2:]))
+    processes = torch.multiprocessing.get_context("fork")  # what is imported is there already
+    folders = [Path(argument) for argument in sys.argv[1:]]
+    started = [processes.Process(target=in_one_of_two, args=(rank, *folders)) for rank in range(2)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0, 0]

@@ -8,7 +8,6 @@ adapter is float32 beside the weights that it adapts; here each kind becomes a u
 import dataclasses
 from collections import Counter
 
-import torch
 from torch import nn
 
 
