@@ -160,6 +160,30 @@ def prefill(model: nn.Module, input_ids: torch.Tensor, group: dist.ProcessGroup 
     return gather_cache(next(out[name] for name in ("cache", "past_key_values") if out.get(name) is not None), group)
 
 
+def bytes_sent(config, parts: list[int], rank: int, rows: int, dtype_bytes: int) -> tuple[float, float]:
+    """What process `rank` sends in (a forward, a backward), collectives taken as rings.
+
+    Args:
+        config: of the text model.
+        parts: tokens of every process's part of a row.
+        dtype_bytes: of a number of the model's dtype.
+    """
+    world, own, total, longest = len(parts), parts[rank], sum(parts), max(parts)
+    others, share, linear = world - 1, 1 / world, config.linear_attn_config
+    heads, size = linear["num_heads"], linear["head_dim"]
+    tails = others * rows * 3 * (linear["short_conv_kernel_size"] - 1) * heads * size * dtype_bytes
+    states = others * rows * heads * size * 4  # a column of Phi, of S^ or of its gradient
+    latents = others * rows * longest * (config.kv_lora_rank + config.qk_rope_head_dim)
+    by_heads = rows * config.num_attention_heads * own * others * share * dtype_bytes
+    by_tokens = rows * config.num_attention_heads * (total - own) * share * dtype_bytes
+    query, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    kda = config.layer_types.count("linear_attention")
+    mla = config.layer_types.count("full_attention")
+    forward = kda * (tails + 2 * size * states) + mla * (latents * dtype_bytes + query * by_heads + value * by_tokens)
+    backward = kda * (tails + size * states) + mla * (latents * 4 + query * by_tokens + value * by_heads)
+    return forward, backward
+
+
 def _facts(config, group) -> dict:
     """What all processes have to agree on before the first collective of a forward."""
     text = config.get_text_config(decoder=True)
