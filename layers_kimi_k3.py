@@ -406,12 +406,13 @@ def glu(config: KimiK3TextConfig, gate: torch.Tensor, up: torch.Tensor) -> torch
     return situ.swiglu(gate, up)
 
 
-def fused_experts(config: KimiK3TextConfig, *arguments) -> torch.Tensor | None:
+def fused_experts(experts: nn.Module, *arguments) -> torch.Tensor | None:
     """`kernels.experts.fused_experts` with the gated activation that the config names."""
-    betas = None, None
+    config, betas = experts.config, (None, None)
     if config.hidden_act == "situ":
         betas = config.activation_situ_beta, config.activation_situ_linear_beta
-    return experts_op.fused_experts(*arguments, *betas)
+    # Expert parallelism marks the tokens of other processes' experts with numbers past the last of its own.
+    return experts_op.fused_experts(*arguments, *betas, experts.num_experts < config.num_experts)
 
 
 class KimiK3MLP(nn.Module):
@@ -485,14 +486,15 @@ class KimiK3Experts(nn.Module):
         transformers' for graphs and expert parallelism, because the reference counts tokens on the host.
         """
         weights = self.gate_up_proj, self.down_proj
+        out = fused_experts(self, hidden_states, top_k_index, top_k_weights, *weights, None)
+        if out is not None:
+            return out
         # Expert parallelism marks the tokens of other processes with numbers past the last expert.
-        if not getattr(self, "_is_expert_parallel", False):
-            out = fused_experts(self.config, hidden_states, top_k_index, top_k_weights, *weights, None)
-            if out is not None:
-                return out
-            if not torch.compiler.is_compiling() and experts_op.groups_on_device(hidden_states, *weights):
-                return experts_op.sorted_experts(hidden_states, top_k_index, top_k_weights, *weights, self._apply_gate)
-        if torch.compiler.is_compiling() or experts_op.groups_on_device(hidden_states, *weights):
+        parallel = getattr(self, "_is_expert_parallel", False)
+        on_device = experts_op.groups_on_device(hidden_states, *weights)
+        if on_device and not parallel and not torch.compiler.is_compiling():
+            return experts_op.sorted_experts(hidden_states, top_k_index, top_k_weights, *weights, self._apply_gate)
+        if torch.compiler.is_compiling() or on_device:
             return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         # unbind once: indexing a parameter for every expert would make a full-size gradient for each of them
         gate_up, down = (weight.unbind(0) for weight in weights)
@@ -525,7 +527,7 @@ class KimiK3PackedExperts(nn.Module):
         """[T, D] -> [T, D] float32. Compiled, the experts of all tokens are decoded at once: meant for few tokens."""
         weights = self.gate_up_proj_packed, self.down_proj_packed
         scales = self.gate_up_proj_scale, self.down_proj_scale
-        out = fused_experts(self.config, hidden_states, top_k_index, top_k_weights, *weights, scales)
+        out = fused_experts(self, hidden_states, top_k_index, top_k_weights, *weights, scales)
         if out is not None:
             return out
 
@@ -536,6 +538,7 @@ class KimiK3PackedExperts(nn.Module):
             )
 
         def decoded(experts):
+            experts = experts.clamp_max(self.num_experts - 1)  # another process's come with a weight of 0
             return tuple(mxfp4.dequantize_mxfp4(*weight, hidden_states.dtype) for weight in packed(experts))
 
         if torch.compiler.is_compiling():

@@ -33,7 +33,7 @@ def grouped_experts(
 
     Args:
         x: [T, D].
-        expert_ids: [T, k] chosen experts, distinct in a row.
+        expert_ids: [T, k] chosen experts, distinct in a row; E and above are another process's and add nothing.
         expert_weights: [T, k] float32.
         num_experts: E.
         weights_of: expert -> (gate_up [2M, D], gate rows first; down [D, M]), in the form that `linear` takes.
@@ -49,7 +49,7 @@ def grouped_experts(
     top_k = expert_ids.shape[-1]
     flat_ids = expert_ids.flatten()
     order = torch.argsort(flat_ids, stable=True)
-    counts = torch.bincount(flat_ids, minlength=num_experts).tolist()
+    counts = torch.bincount(flat_ids, minlength=num_experts)[:num_experts].tolist()
     tokens = order // top_k
     weights = expert_weights.flatten()[order]
     start = 0
@@ -157,6 +157,7 @@ def fused_experts(
     scales: tuple[torch.Tensor, torch.Tensor] | None,
     beta: float | None,
     linear_beta: float | None,
+    elsewhere: bool = False,
 ) -> torch.Tensor | None:
     """`grouped_experts` in two Triton kernels that wait for nothing; None where they do not run, or need a gradient.
 
@@ -166,6 +167,7 @@ def fused_experts(
         down: [E, D, M], or packed [E, D, M / 2] uint8.
         scales: of the packed weights, [E, 2M, D / 32] and [E, D, M / 32] uint8; None for floating-point weights.
         beta, linear_beta: of SiTU; `beta` None for SwiGLU.
+        elsewhere: whether ids of E and above, another process's experts, may be among `expert_ids`.
 
     Returns:
         [T, D] float32, summed in the order of `expert_ids`.
@@ -176,7 +178,7 @@ def fused_experts(
     if gate_up.device != x.device:  # offloaded bytes
         return None
     tokens = max(1, MOST_PAIRS // expert_ids.shape[1])
-    weights = gate_up, down, *(scales or (None, None)), beta, linear_beta
+    weights = gate_up, down, *(scales or (None, None)), beta, linear_beta, elsewhere
     parts = [
         dispatch.run_kernels(_run, *part, *weights)
         for part in zip(x.split(tokens), expert_ids.split(tokens), expert_weights.split(tokens), strict=True)

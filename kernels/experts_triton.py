@@ -463,13 +463,15 @@ def in_unpacked_order(x):
     return ordered
 
 
-def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale, beta, linear_beta):
+def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale, beta, linear_beta, elsewhere):
     """As `experts.fused_experts`, whose arguments these are; `beta` None for SwiGLU."""
     (tokens, size), top_k = x.shape, expert_ids.shape[1]
     experts, width, packed = gate_up.shape[0], gate_up.shape[1] // 2, gate_up_scale is not None
     pairs = tokens * top_k
     block_m, parts = tile_size(pairs, experts, packed)
-    order, tiles = plan(expert_ids.flatten(), experts, block_m * parts)
+    order, tiles = plan(expert_ids.flatten(), experts + elsewhere, block_m * parts)
+    if elsewhere:  # pairs of other processes' experts lie last and are nobody's tiles; their rows of the result stay 0
+        tiles[0].masked_fill_(tiles[0] == experts, -1)
     gate_up, down = gate_up.contiguous(), down.contiguous()
     x, routing = x.contiguous(), expert_weights.contiguous()
     if packed:
@@ -480,7 +482,7 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     operand = tl.float32 if x.dtype == torch.float32 else tl.bfloat16 if packed else operand_of(x.dtype)
     inner = triton.cdiv(width, 64) * 64 if packed else width
     h = torch.empty(pairs, inner, device=x.device, dtype=x.dtype)
-    y = torch.empty(pairs, size, device=x.device, dtype=torch.float32)
+    y = (torch.zeros if elsewhere else torch.empty)(pairs, size, device=x.device, dtype=torch.float32)
     sizes = [block_sizes(block_m, parts, packed, down, x.dtype, tools.shared_bytes(x.device)) for down in (False, True)]
     count, situ, capped = tiles.shape[1], beta is not None, linear_beta is not None
     betas = beta or 1.0, linear_beta or 1.0

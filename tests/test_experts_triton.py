@@ -141,3 +141,20 @@ def test_many_tokens_go_in_parts(monkeypatch):
     expected = experts.fused_experts(*arguments, 3.0, 2.0)
     monkeypatch.setattr(experts, "MOST_PAIRS", 12)
     assert rms_ratio(experts.fused_experts(*arguments, 3.0, 2.0), expected.double()) < 1e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("few", [512, 0], ids=["one-program", "many"])
+@pytest.mark.parametrize("packed", [False, True], ids=["float", "mxfp4"])
+def test_experts_of_another_process_add_nothing(packed, few, monkeypatch):
+    """Under expert parallelism ids past the last expert stand for tokens that another process computes."""
+    monkeypatch.setattr(experts_triton, "FEW_PAIRS", few)
+    x, ids, weights, *rest, wide = make(21, 6, 3, 64, 32, packed, torch.float32)
+    own = [part[:4].contiguous() for part in rest[:2]]
+    scales = None if rest[2] is None else tuple(scale[:4].contiguous() for scale in rest[2])
+    assert (ids >= 4).any() and (ids < 4).any()
+    got = experts.fused_experts(x, ids.clamp_max(4), weights, *own, scales, 3.0, 2.0, True)
+    expected = oracle(x, ids, weights.masked_fill(ids >= 4, 0.0), wide, 3.0, 2.0)
+    assert rms_ratio(got, expected) < 1e-5
+    of_torch = oracle(x, ids.clamp_max(4), weights, [part[:4] for part in wide], 3.0, 2.0)
+    assert torch.equal(of_torch, expected)
