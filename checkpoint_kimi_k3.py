@@ -27,6 +27,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     ConversionOps,
+    MergeModulelist,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -87,8 +88,11 @@ class HeadsToFile(ConversionOps):
         return HeadsFromFile()
 
 
-class StackExperts(ConversionOps):
-    """The tensors of every expert to one [E, rows, columns]; w1 and w3 follow each other in the rows."""
+class StackExperts(MergeModulelist):
+    """The tensors of every expert to one [E, rows, columns]; w1 and w3 follow each other in the rows.
+
+    By its base class the loader knows that it collects experts, and reads those of a process's own only.
+    """
 
     def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
         matrices = [torch.stack(input_dict.pop(pattern)) for pattern in source_patterns]
@@ -116,10 +120,11 @@ class UnstackExperts(ConversionOps):
         return StackExperts()
 
 
-class DequantizeExperts(ConversionOps):
+class DequantizeExperts(MergeModulelist):
     """Packed experts of a file to one floating-point parameter [E, rows, columns], one expert at a time."""
 
     def __init__(self, dequantize):
+        super().__init__()
         self.dequantize = dequantize
 
     def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, model=None, **kwargs):
@@ -180,7 +185,9 @@ def weight_conversions(config, expert_storage: str, dequantize=None) -> list[Wei
 
 def released_tensors(model: PreTrainedModel) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Every tensor that saving the model writes: name -> (safetensors dtype, shape). Works on the meta device."""
-    tensors = revert_weight_conversion(model, {name: t.to("meta") for name, t in model.state_dict().items()})
+    # `empty` and not `to`: a tensor that several processes share counts with its whole shape
+    tensors = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in model.state_dict().items()}
+    tensors = revert_weight_conversion(model, tensors)
     return {name: (_SAFETENSORS_DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
 
 
