@@ -44,6 +44,7 @@ def model_fingerprint(model: torch.nn.Module) -> str:
     for name, tensor in sorted(backbone.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if not tensor.is_meta:
+            tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this process's part
             flat = tensor.detach().contiguous().flatten()
             sample = flat[:: max(flat.numel() // 64, 1)].to("cpu", torch.float64)
             total = flat.view(torch.uint8).sum(dtype=torch.int64).item()  # of integers: the same on every machine

@@ -232,6 +232,8 @@ class QKClip:
             for projection in (_query_projection(layer), layer.kv_b_proj):
                 if type(projection) is not nn.Linear:
                     raise ValueError(f"QK-clip scales weights, which an adapter hides: {type(projection).__name__}")
+                if isinstance(projection.weight, DTensor):
+                    raise ValueError("QK-clip scales whole weights, and these are cut over processes")
         device = self.layers[0].kv_b_proj.weight.device
         self._largest = torch.full((len(self.layers), self.layers[0].num_heads), -torch.inf, device=device)
         self._handles = []
