@@ -301,6 +301,85 @@ class KimiK3TextConfig(PreTrainedConfig):
         those with the bounded gate store them in float32."""
         return self.gate_lower_bound is None
 
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """Style of every weight under tensor parallelism (`docs/distributed.md`); those of `kimi_k3_*` are ours."""
+        names = ("input_layernorm", "post_attention_layernorm")
+        if self.attn_res_block_size is not None:
+            names += ("self_attention_res_norm", "self_attention_res_proj", "mlp_res_norm", "mlp_res_proj")
+        attention, feed_forward = {}, {}
+        if "linear_attention" in self.layer_types:
+            low_rank = () if self.linear_attn_config.get("use_full_rank_gate") else ("g_a_proj",)
+            gate = "g_b_proj" if low_rank else "g_proj"
+            convolutions = ("q_conv1d", "k_conv1d", "v_conv1d")
+            rows = ("q_proj", "k_proj", "v_proj", *convolutions, "f_b_proj", "b_proj", gate)
+            attention |= dict.fromkeys(rows, "kimi_k3_rows")
+            attention |= dict.fromkeys(("f_a_proj", *low_rank, "o_norm"), "kimi_k3_whole")
+        if "full_attention" in self.layer_types:
+            query = ("q_proj",) if self.q_lora_rank is None else ("q_b_proj",)
+            gate = ("g_proj",) if self.mla_use_output_gate else ()
+            attention |= dict.fromkeys((*query, "kv_b_proj", *gate), "kimi_k3_rows")
+            latent = () if self.q_lora_rank is None else ("q_a_proj", "q_a_layernorm")
+            attention |= dict.fromkeys((*latent, "kv_a_proj_with_mqa", "kv_a_layernorm"), "kimi_k3_whole")
+        attention["o_proj"] = "kimi_k3_columns"
+        cut_mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+        if "dense" in self.mlp_layer_types:
+            feed_forward |= {f"mlp.{name}": style for name, style in cut_mlp.items()}
+        if "sparse" in self.mlp_layer_types:
+            moe = {"gate": "kimi_k3_whole", "experts": "moe_tp_experts"}
+            for matrix in self._expert_parameters:
+                moe[f"experts.{matrix}"] = "packed_colwise" if matrix.startswith("gate_up") else "rowwise"
+            if self.routed_expert_hidden_size is not None:
+                latent = ("routed_expert_down_proj", "routed_expert_up_proj")
+                latent += ("routed_expert_norm",) if self.latent_moe_use_norm else ()
+                moe |= dict.fromkeys(latent, "kimi_k3_whole")
+            if self.num_shared_experts:
+                moe |= {f"shared_experts.{name}": style for name, style in cut_mlp.items()}
+            feed_forward |= {f"block_sparse_moe.{name}": style for name, style in moe.items()}
+        layer = {
+            "self_attn": "kimi_k3_heads",
+            **{f"self_attn.{name}": style for name, style in attention.items()},
+            **feed_forward,
+            **dict.fromkeys(names, "kimi_k3_whole"),
+        }
+        ends = ("norm",)
+        if self.attn_res_block_size is not None:
+            ends += ("output_attn_res_norm", "output_attn_res_proj")
+        return {
+            "embed_tokens": "embedding_rowwise",
+            **{f"layers.*.{name}": style for name, style in layer.items()},
+            **dict.fromkeys(ends, "kimi_k3_whole"),
+        }
+
+    @property
+    def base_model_ep_plan(self) -> dict[str, str] | None:
+        """Whole experts on every process; None without experts."""
+        if "sparse" not in self.mlp_layer_types:
+            return None
+        experts = "layers.*.block_sparse_moe.experts"
+        return {
+            **{f"{experts}.{matrix}": "grouped_gemm" for matrix in self._expert_parameters},
+            experts: "ep_dispatch_experts",
+        }
+
+    @property
+    def base_model_pp_plan(self) -> dict[str, tuple[list[str], list[str]]]:
+        """What enters and leaves each part of a pipeline; `blocks` are the sums of finished blocks (none at first)."""
+        stream = ["partial", "blocks"] if self.attn_res_block_size is not None else ["partial"]
+        plan = {"embed_tokens": (["input_ids"], ["partial"]), "layers": ([*stream, "attention_mask"], stream)}
+        if self.attn_res_block_size is not None:
+            plan["output_attn_res_norm"] = ([], ["norm_weight"])
+            plan["output_attn_res_proj"] = ([], ["query"])
+        plan["norm"] = (["partial"], ["last_hidden_state"])
+        return plan
+
+    @property
+    def _expert_parameters(self) -> tuple[str, ...]:
+        matrices = ("gate_up_proj", "down_proj")
+        if self.expert_quantization is None:
+            return matrices
+        return tuple(f"{matrix}_{kind}" for matrix in matrices for kind in ("packed", "scale"))
+
     def _read_model_max_length(self):
         default = type(self).max_position_embeddings
         length = self._carried["model_max_length"]

@@ -28,6 +28,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from .cache_kimi_k3 import HybridCache
 from .checkpoint_kimi_k3 import load_checked, weight_conversions
 from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
+from .distributed_kimi_k3 import check_fit, pipeline_forward, without_tensor_parallelism
 from .graph_kimi_k3 import CapturedForward, can_capture
 from .layers_kimi_k3 import (
     KimiK3DecoderLayer,
@@ -140,6 +141,17 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                 parameter.requires_grad_(requires_grad)
         return self
 
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh):
+        """transformers' step between building a model and loading it, after the sizes were checked."""
+        if mesh is not None:
+            check_fit(model, distributed_config)
+            distributed_config = without_tensor_parallelism(model, distributed_config)
+        model = super().maybe_distribute_model(model, distributed_config, mesh)
+        if getattr(model, "_pp_stage", None) is not None:
+            model.forward = pipeline_forward(model)
+        return model
+
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
         conversions = weight_conversions(model.config, model.expert_storage, mxfp4.dequantize_mxfp4)
@@ -181,9 +193,15 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                 "save_pretrained(push_to_hub=True) would upload before the code files are in place; "
                 "use model.push_to_hub(repo_id)"
             )
+        if getattr(self, "_pp_stage", None) is not None:
+            raise NotImplementedError(
+                "a pipeline stage holds its own layers only, so its folder would lack the others: load the tensors of "
+                "all stages' state_dict() into a whole model and save that"
+            )
         self.config.auto_map = auto_map(self)
         super().save_pretrained(save_directory, *args, **kwargs)
-        copy_code(Path(save_directory))
+        if self.should_save_on_this_rank(True):
+            copy_code(Path(save_directory))
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -232,6 +250,7 @@ CODE_FILES = tuple(
         "cache_layers",
         "checkpoint",
         "configuration",
+        "distributed",
         "graph",
         "layers",
         "layout",
@@ -420,11 +439,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             for name, value in (("hidden_states", read), ("attentions", weights), ("router_logits", logits)):
                 if name in collected and value is not None:
                     collected[name] += (value,)
-        if self.config.attn_res_block_size is not None:
-            norm, proj = self.output_attn_res_norm(), self.output_attn_res_proj()
-            sources = [source.to(norm.device) for source in (*blocks, partial)]  # each lies where its layer ran
-            partial = attn_res.attn_res_mix(sources, norm, proj.to(norm.device), self.config.rms_norm_eps)
-        hidden_states = self.norm(partial)
+        hidden_states = self.output_norm(partial, blocks)
         if self.check_finite:
             finite.append(torch.isfinite(hidden_states).all())
             self._raise_where_not_finite(torch.stack([flag.to(finite[0].device) for flag in finite]).tolist())
@@ -444,6 +459,14 @@ class KimiK3Model(KimiK3PreTrainedModel):
             and self.config._attn_implementation == "sdpa"
             and not torch.is_grad_enabled()
         )
+
+    def output_norm(self, partial: torch.Tensor, blocks: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """What the head reads, [B, T, hidden]: the output mix over depth (the stream without it), normed."""
+        if self.config.attn_res_block_size is not None:
+            norm, proj = self.output_attn_res_norm(), self.output_attn_res_proj()
+            sources = [source.to(norm.device) for source in (*blocks, partial)]  # each lies where its layer ran
+            partial = attn_res.attn_res_mix(sources, norm, proj.to(norm.device), self.config.rms_norm_eps)
+        return self.norm(partial)
 
     @staticmethod
     def _check_cache(cache, rows: int, length: int) -> None:
@@ -609,6 +632,8 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
     """The text model with its language-model head; reads the text part of a multimodal checkpoint too."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["last_hidden_state"], ["logits"])}
     _keys_to_ignore_on_load_unexpected = [r"^vision_tower\.", r"^mm_projector\."]
 
     def __init__(self, config: KimiK3TextConfig, dequantize: bool = False):

@@ -129,13 +129,6 @@ def test_experts_that_train_on_a_gpu_have_the_same_gradients(monkeypatch):
         torch.testing.assert_close(grads[1][name], grad, atol=1e-6, rtol=1e-4, msg=name)
 
 
-def test_no_tensor_parallel_plan_is_declared():
-    """Fault 108: a plan that misses the KDA layers is worse than none, so the classes declare none."""
-    model = build()
-    assert not model.supports_tp_plan
-    assert not model.tp_plan and model.config.base_model_tp_plan is None
-
-
 @torch.no_grad()
 def test_forced_routing_takes_the_flips_of_near_ties_away():
     """Fault 102: router logits are reported, flips happen where their margin is small, and routing can be forced."""
