@@ -34,7 +34,8 @@ def short_conv(
     new_tail = advance_tail(x, tail, width, cu_seqlens)
     # The kernel has no gradient for the tail, which only a cache that is trained through would need.
     if dispatch.triton_refusal(x, weight) is None and not (tail is not None and tail.requires_grad):
-        y = dispatch.run_kernels(_ShortConv.apply, x, weight, tail, cu_seqlens)
+        function = _ShortConv.apply if dispatch.needs_grad(x, weight) else _forward
+        y = dispatch.run_kernels(function, x, weight, tail, cu_seqlens)
         if y is not None:
             return y, new_tail
     return _composed(x, weight, tail, cu_seqlens), new_tail
@@ -47,6 +48,18 @@ def short_convs(
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """`short_conv` of several inputs, each with its weight and tail (None: zeros for all): outputs and new tails."""
+    alike = len({(x.shape, x.dtype, x.stride(), w.shape) for x, w in zip(inputs, weights, strict=True)}) == 1
+    if (
+        alike
+        and not dispatch.needs_grad(*inputs, *weights, *(tails or ()))
+        and dispatch.triton_refusal(*inputs, *weights) is None
+    ):  # one launch for all
+        old = tails and tuple(tail.to(x.dtype) for x, tail in zip(inputs, tails, strict=True))
+        outputs = dispatch.run_kernels(_forward_all, inputs, weights, old, cu_seqlens)
+        if outputs is not None:
+            width = weights[0].shape[-1]
+            pairs = zip(inputs, old or (None,) * len(inputs), strict=True)
+            return outputs, tuple(advance_tail(x, tail, width, cu_seqlens) for x, tail in pairs)
     tails = tails or (None,) * len(inputs)
     results = [short_conv(x, w, tail, cu_seqlens) for x, w, tail in zip(inputs, weights, tails, strict=True)]
     outputs, new_tails = zip(*results, strict=True)
@@ -77,17 +90,27 @@ def _composed(x, weight, tail, cu_seqlens):
     return F.silu(total).to(x.dtype)
 
 
+def _forward_all(inputs, weights, tails, cu_seqlens):
+    from . import short_conv_triton
+
+    inputs = tuple(map(dispatch.token_rows, inputs))
+    tails = tails and tuple(tail.contiguous() for tail in tails)
+    return short_conv_triton.forward(inputs, tuple(weight.contiguous() for weight in weights), tails, cu_seqlens)
+
+
+def _forward(x, weight, tail, cu_seqlens):
+    return _forward_all((x,), (weight,), None if tail is None else (tail,), cu_seqlens)[0]
+
+
 class _ShortConv(torch.autograd.Function):
     """The Triton kernels; the backward pass recomputes from the inputs."""
 
     @staticmethod
     def forward(ctx, x, weight, tail, cu_seqlens):
-        from . import short_conv_triton
-
         x = dispatch.token_rows(x)
         tail = None if tail is None else tail.contiguous()
         ctx.save_for_backward(x, weight, tail, cu_seqlens)
-        return short_conv_triton.forward(x, weight.contiguous(), tail, cu_seqlens)
+        return _forward(x, weight, tail, cu_seqlens)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -38,21 +38,32 @@ def load_input(x, tail, token, n, first, c, mask, stride_x, P, W: tl.constexpr, 
 
 
 @triton.jit
-def conv_kernel(
-    x, weight, tail, y, cu_seqlens, sequence_of, tokens, T, P, stride_x,
-    W: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, VARLEN: tl.constexpr, HAS_TAIL: tl.constexpr,
+def convolve(
+    x, weight, tail, y, token, c, n, first, tokens, P, stride_x, W: tl.constexpr, HAS_TAIL: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    c = tl.program_id(1) * BP + tl.arange(0, BP)
     mask = (token < tokens)[:, None] & (c < P)[None, :]
-    n, first, _ = bounds(token, tokens, T, cu_seqlens, sequence_of, VARLEN)
-    total = tl.zeros((BT, BP), tl.float32)
+    total = tl.zeros_like(mask).to(tl.float32)
     for tap in tl.static_range(W):
         value = load_input(x, tail, token - (W - 1) + tap, n, first, c, mask, stride_x, P, W, HAS_TAIL)
         total += value * tl.load(weight + c * W + tap, mask=c < P, other=0.0).to(tl.float32)[None, :]
     total *= sigmoid(total, PTX)
     tl.store(y + token[:, None] * P + c[None, :], total.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def conv_kernel(
+    xs, weights, tails, ys, cu_seqlens, sequence_of, tokens, T, P, stride_x,
+    N: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, VARLEN: tl.constexpr, HAS_TAIL: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """N inputs of one shape, each with its weight and tail; a program belongs to one of them."""
+    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BP + tl.arange(0, BP)
+    n, first, _ = bounds(token, tokens, T, cu_seqlens, sequence_of, VARLEN)
+    for i in tl.static_range(N):
+        if tl.program_id(2) == i:
+            convolve(xs[i], weights[i], tails[i], ys[i], token, c, n, first, tokens, P, stride_x, W, HAS_TAIL, PTX)
 
 
 @triton.jit
@@ -87,30 +98,37 @@ def conv_backward_kernel(
              mask=(token < tokens)[:, None] & in_p[None, :])  # fmt: skip
 
 
-def _launch(kernel, x, weight, tail, cu_seqlens, *outputs):
+def _sequence_of(x, cu_seqlens):
+    """Sequence of every token [T]; None without `cu_seqlens`."""
+    if cu_seqlens is None:
+        return None
+    rows = torch.arange(x.shape[1], device=x.device)
+    return (torch.searchsorted(cu_seqlens, rows, right=True) - 1).clamp_(0, len(cu_seqlens) - 2)
+
+
+def forward(inputs, weights, tails, cu_seqlens):
+    """Outputs [B, T, P] in the dtype of the inputs, of one shape with all tokens one stride apart, in one launch."""
+    outputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
+    x, width = inputs[0], weights[0].shape[-1]
     batch, length, channels = x.shape
-    tokens = batch * length
-    sequence_of = None
-    if cu_seqlens is not None:
-        rows = torch.arange(length, device=x.device)
-        sequence_of = (torch.searchsorted(cu_seqlens, rows, right=True) - 1).clamp_(0, len(cu_seqlens) - 2)
-    kernel[(triton.cdiv(tokens, BLOCK_T), triton.cdiv(channels, BLOCK_P))](
-        x, weight, tail, *outputs, cu_seqlens, sequence_of, tokens, length, channels, x.stride(1),
-        weight.shape[-1], BLOCK_T, BLOCK_P, cu_seqlens is not None, tail is not None, tools.USE_PTX, num_warps=4,
+    grid = triton.cdiv(batch * length, BLOCK_T), triton.cdiv(channels, BLOCK_P), len(inputs)
+    conv_kernel[grid](
+        inputs, weights, tails or inputs, outputs, cu_seqlens, _sequence_of(x, cu_seqlens), batch * length, length,
+        channels, x.stride(1),
+        len(inputs), width, BLOCK_T, BLOCK_P, cu_seqlens is not None, tails is not None, tools.USE_PTX, num_warps=4,
     )  # fmt: skip
-
-
-def forward(x, weight, tail, cu_seqlens):
-    """y [B, T, P] in the dtype of x; x [B, T, P] with all tokens one stride apart."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(conv_kernel, x, weight, tail, cu_seqlens, y)
-    return y
+    return outputs
 
 
 def backward(x, weight, tail, cu_seqlens, dy):
     """Gradients of x and of the weight."""
+    batch, length, channels = x.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    programs = triton.cdiv(x.shape[0] * x.shape[1], BLOCK_T)
+    programs = triton.cdiv(batch * length, BLOCK_T)
     dweight = torch.empty(programs, *weight.shape, device=x.device, dtype=torch.float32)
-    _launch(conv_backward_kernel, x, weight, tail, cu_seqlens, dy, dx, dweight)
+    conv_backward_kernel[(programs, triton.cdiv(channels, BLOCK_P))](
+        x, weight, tail, dy, dx, dweight, cu_seqlens, _sequence_of(x, cu_seqlens), batch * length, length, channels,
+        x.stride(1),
+        weight.shape[-1], BLOCK_T, BLOCK_P, cu_seqlens is not None, tail is not None, tools.USE_PTX, num_warps=4,
+    )  # fmt: skip
     return dx, dweight.sum(0).to(weight.dtype)

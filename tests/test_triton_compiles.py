@@ -49,6 +49,7 @@ MLA = dict(H=96, R=512, P=64, BR=512, BP=64, BM=BM, BN=BN, CAUSAL=True, STAGES=M
 MERGE = dict(H=96, R=512, BC=128, BS=64)
 NORMS = dict(D=7168, BD=8192, BR=1)
 GLU, BETA = dict(M=33792, BLOCK=1024, SITU=True, CAPPED=True), dict(beta="fp32")
+CONVOLUTIONS = dict(xs=("*bf16",) * 3, tails=("*bf16",) * 3, ys=("*bf16",) * 3, weights=("*fp32",) * 3)
 CASES = [
     (kda_chunk_triton.prepare_kernel, 2, dict(residual=None), {}),
     (kda_chunk_triton.prepare_kernel, 4, dict(residual=None, BOUNDED=False, NARROW=False), {}),
@@ -60,7 +61,7 @@ CASES = [
     (kda_backward_triton.chunk_backward_kernel, 4, {}, {}),
     (kda_backward_triton.chunk_backward_kernel, 8, dict(BOUNDED=False, NARROW=False), {}),
     (kda_step_triton.step_kernel, 4, {}, {}),
-    (short_conv_triton.conv_kernel, 4, {}, dict(weight="*fp32")),
+    (short_conv_triton.conv_kernel, 4, dict(N=3), CONVOLUTIONS),
     (short_conv_triton.conv_backward_kernel, 4, {}, dict(weight="*fp32")),
     (attn_res_triton.mix_kernel, 8, {}, {}),
     (attn_res_triton.mix_backward_kernel, 8, {}, {}),
