@@ -134,11 +134,13 @@ def tiles(dtype: torch.dtype, width: int, shared_bytes: int) -> tuple[int, int, 
     """(queries of a program, keys of a tile, warps, stages of the pipeline) for latents of `width` columns.
 
     Args:
-        shared_bytes: what a program may have. Hopper's products take 64 queries at least; they and three tiles of 32
-            keys are 184 KB at K3's width, and eight warps hold the [64, 512] sums in half of their registers.
+        shared_bytes: what a program may have. Hopper's products take 64 queries at least; they and two tiles of 64
+            keys are 224 KB at K3's width, and eight warps hold the [64, 512] sums in half of their registers.
     """
     if dtype == torch.float32:
         return 16, 16, 4, 1
+    if shared_bytes >= 225 * 1024 and width >= 256:
+        return 64, 64, 8, 2
     if shared_bytes >= 192 * 1024:
         return 64, 32, 8 if width >= 256 else 4, 3
     return 16, 32, 4, 2 if shared_bytes > 64 * 1024 else 1
