@@ -6,17 +6,17 @@
 Kimi-Linear's layers (3 KDA, 1 MLA, no mix over depth, no latent experts, no low-rank query), which both classes have;
 random bfloat16 weights, written once and read by both. A step is forward, loss of all tokens, backward and fused AdamW
 on one row of 8192 tokens, with and without gradient checkpointing. The native class runs flash-linear-attention's KDA
-and transformers' grouped matrix product for experts. Steps of the two take turns in one process; medians of CUDA
-events. Memory is the most that is allocated in a step, weights, gradients and optimizer state included, without the
-other model's. The roofline is 6 operations a token and weight used over the rate of a large matrix product;
-recomputation is not counted. Every line also has both losses of the first step.
+where that is installed (every line names what it ran), and transformers' grouped matrix product for experts. Steps of
+the two take turns in one process; medians of CUDA events. Memory is the most that is allocated in a step, weights,
+gradients and optimizer state included, without the other model's. The roofline is 6 operations a token and weight used
+over the rate of a large matrix product; recomputation is not counted. Every line also has both losses of the first step.
 """
 
 import argparse
 import datetime
 import gc
-import importlib.metadata
 import importlib.util
+import inspect
 import json
 import statistics
 import sys
@@ -148,6 +148,17 @@ def native():
     return KimiLinearForCausalLM
 
 
+def native_kernels():
+    """The packages whose KDA and convolution the native class runs; torch where they are not installed."""
+    from transformers.models.kimi_linear import modeling_kimi_linear as modeling
+
+    chosen = []
+    for function in (modeling.chunk_kimi_delta_attention, modeling.causal_conv1d_fn):
+        package = inspect.getclosurevars(function).nonlocals["implementation"].__module__.partition(".")[0]
+        chosen.append("torch" if package == "transformers" else package)
+    return f"KDA of {chosen[0]}, convolution of {chosen[1]}"
+
+
 def cases(name, config, options, wanted):
     """Yields (case, ours ms, peer ms, roofline ms, extra fields)."""
     names = {False: f"train {name} T={options.length}", True: f"train {name} T={options.length}, checkpointing"}
@@ -214,15 +225,14 @@ def main():
         options.flops = None
         shared = {"gpu": None, "versions": f"torch {torch.__version__}", "date": datetime.date.today().isoformat()}
     shared["versions"] += f", transformers {transformers.__version__}"
-    fla = "with fla" if importlib.util.find_spec("fla") else "without fla"
-    if fla == "with fla":
-        shared["versions"] += f", fla {importlib.metadata.version('flash-linear-attention')}"
+    whose = f"transformers kimi_linear ({native_kernels()})" if options.peer else None
+    if options.peer and importlib.util.find_spec("fla"):
+        shared["versions"] += f", fla {importlib.import_module('fla').__version__}"
     print(json.dumps(shared), flush=True)
     options.out.parent.mkdir(exist_ok=True)
     for name, config in MODELS.items():
         config = tiny(config) if options.tiny else config
         for case, ours, peer, least, extra in cases(name, config, options, lambda text: options.only in text):
-            whose = f"transformers kimi_linear {fla}" if peer else None
             record(options.out, case, ours, whose, peer, least, extra, shared, digits=2)
 
 
