@@ -18,8 +18,12 @@ LENGTH = 151  # the parts have 76 and 75 tokens
 DIED = 7
 
 
+def device():
+    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+
+
 def ids(rows=2):
-    return torch.randint(3, 100, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
+    return torch.randint(3, 100, (rows, LENGTH), generator=torch.Generator().manual_seed(0)).to(device())
 
 
 def documents(*rows):
@@ -35,12 +39,13 @@ UNEVEN = documents((LENGTH,), (3, 110, 38))
 def load(folder, dtype=torch.float32, attention="sdpa"):
     options = {"dequantize": True} if folder.name == "k3_tiny_mxfp4" else {}
     model = kimi_k3.KimiK3ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention, **options)
-    return model.to(dtype)  # float64 for the parameters that are float32 in any file, too
+    return model.to(device(), dtype)  # float64 for the parameters that are float32 in any file, too
 
 
 def assert_as_one(model, bound, rows=2, **more):
     """Logits of this part and the gradients of all parts."""
     model.zero_grad()
+    more = {name: x.to(device()) for name, x in more.items()}
     batch = {"input_ids": ids(rows), "labels": ids(rows), **more}
     whole = model(**batch, use_cache=False)
     whole.loss.backward()
@@ -226,6 +231,17 @@ def in_one_of_four(rank, data_dir):
     dist.destroy_process_group()
 
 
+def on_one_of_two_gpus(rank, data_dir):
+    """The Triton kernels and NCCL."""
+    torch.cuda.set_device(rank)
+    torch.cuda.init()
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    for more in ({}, {"position_ids": PACKED}, {"position_ids": UNEVEN}):
+        assert_as_one(load(data_dir / "k3_tiny_mxfp4").train(), 1e-3, **more)
+    generation(data_dir)
+    dist.destroy_process_group()
+
+
 def start(function, world, rank, data_dir, meeting):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
@@ -249,7 +265,15 @@ def test_parts_on_several_processes_are_one_process_with_whole_rows(data_dir, tm
     subprocess.run([sys.executable, "-P", __file__, str(data_dir), str(tmp_path)], check=True, timeout=400)
 
 
-if __name__ == "__main__":
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_parts_on_two_gpus(data_dir):
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    subprocess.run([*command, str(data_dir)], check=True, timeout=300)
+
+
+if __name__ == "__main__" and "RANK" in os.environ:
+    on_one_of_two_gpus(int(os.environ["RANK"]), Path(sys.argv[1]))
+elif __name__ == "__main__":
     with pytest.raises(RuntimeError, match="needs a process group: start with torchrun"):
         context_parallel(torch.nn.Linear(1, 1)).__enter__()
     folders = [Path(argument) for argument in sys.argv[1:]]

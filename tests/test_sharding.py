@@ -6,13 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import kimi_k3
-from kimi_k3.training import PerHeadMuon, QuantileBalancer, fully_shard_by_dtype, muon_groups
+from kimi_k3.training import (
+    PerHeadMuon,
+    QuantileBalancer,
+    QuantileBalancerCallback,
+    fully_shard_by_dtype,
+    muon_groups,
+)
 
 
 def texts(rank):
@@ -96,17 +103,24 @@ def float32_weights_compute_in_bfloat16(rank, folder):
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
 
 
-def through_accelerate(rank, folder, out):
-    """accelerate keeps FSDP for accelerators; told that it is on, it runs the same code on a CPU."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import PartialState
+def accelerate_on_a_cpu():
+    """accelerate keeps FSDP for accelerators; told that these are, it runs the same code on CPUs."""
+    from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
-    accelerator = Accelerator(cpu=True, mixed_precision="no")
-    PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+    AcceleratorState._reset_state(True)
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def through_accelerate(rank, folder, out):
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerate_on_a_cpu()
+    plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
     )
+    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="no")
     assert accelerator.is_fsdp2
     model, alone = load(folder, dequantize=True), load(folder, dequantize=True)
     fully_shard_by_dtype(model)
@@ -149,6 +163,40 @@ def through_accelerate(rank, folder, out):
         torch.save({"losses": losses, "weights": whole, "moments": moments}, out / "expected.pt")
 
 
+def trainer(rank, folder, out, on_cpu=True):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        out / "run",
+        max_steps=5,
+        per_device_train_batch_size=1,
+        learning_rate=5e-3,
+        fsdp=True,
+        fsdp_config={"fsdp_version": 2},
+        use_cpu=on_cpu,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    device = arguments.device  # this makes the process group where there is none
+    if on_cpu:
+        accelerate_on_a_cpu()
+    model = fully_shard_by_dtype(load(folder, dequantize=True).to(device))
+    data = [{"input_ids": texts(0)[0], "labels": texts(0)[0]}] * 10
+    trained = Trainer(model, arguments, train_dataset=data, callbacks=[QuantileBalancerCallback()])
+    assert trained.accelerator.is_fsdp2 and trained.is_fsdp_enabled
+    trained.train()
+    logged = [line for line in trained.state.log_history if "loss" in line]
+    assert len(logged) == 5 and all(line["router_max_load"] >= 1 for line in logged)
+    assert logged[-1]["loss"] < logged[0]["loss"] - 1
+    trained.save_model(out / "trained")
+    dist.barrier()
+    again = load(out / "trained").to(device)
+    ids = texts(0).to(device)
+    torch.testing.assert_close(model(ids, labels=ids).loss, again(ids, labels=ids).loss, rtol=1e-2, atol=1e-2)
+
+
 def in_one_of_two(rank, data_dir, out):
     torch.set_num_threads(1)
     # As torchrun sets them, for accelerate; the processes meet in a file.
@@ -162,6 +210,7 @@ def in_one_of_two(rank, data_dir, out):
     adapters(rank, data_dir / "k3_tiny_mxfp4")
     float32_weights_compute_in_bfloat16(rank, data_dir / "k3_dense_flat")
     through_accelerate(rank, data_dir / "k3_tiny_mxfp4", out)
+    trainer(rank, data_dir / "k3_tiny_mxfp4", out)
     dist.destroy_process_group()
 
 
@@ -187,7 +236,16 @@ def test_two_processes_train_as_one_and_one_goes_on(data_dir, tmp_path):
         assert torch.equal(loss_of(folder, rank), expected["losses"][rank])
 
 
-if __name__ == "__main__":
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_trainer_on_two_gpus(data_dir, tmp_path):
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    subprocess.run([*command, str(data_dir), str(tmp_path)], check=True, timeout=300)
+
+
+if __name__ == "__main__" and "RANK" in os.environ:
+    trainer(int(os.environ["RANK"]), Path(sys.argv[1]) / "k3_tiny_mxfp4", Path(sys.argv[2]), on_cpu=False)
+    dist.destroy_process_group()
+elif __name__ == "__main__":
     processes = torch.multiprocessing.get_context("fork")  # what is imported is there already
     folders = [Path(argument) for argument in sys.argv[1:]]
     started = [processes.Process(target=in_one_of_two, args=(rank, *folders)) for rank in range(2)]
