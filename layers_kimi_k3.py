@@ -190,13 +190,13 @@ class KimiK3DeltaAttention(nn.Module):
                 convolved, new_tails = convolve(projected, conv_weights, tails, cu_seqlens)
                 heads = (*x.shape[:2], self.num_heads, self.head_dim)
                 q, k, v, decay = (u.view(heads) for u in (*convolved, logits[0]))
-                arguments = q, k, v, decay, logits[1], *weights[1:], recurrent
+                arguments = q, k, v, decay, logits[1], *weights[1:]
                 if boundaries:
-                    out, recurrent, states = kda.fused_kda_states(*arguments, boundaries)
+                    out, recurrent, states = kda.fused_kda_states(*arguments, recurrent, boundaries)
                     passed = (short_conv.tails_after(projected, tails, conv_weights, tokens) for tokens in boundaries)
                     exported = dict(zip(boundaries, zip(passed, states, strict=True), strict=True))
                 else:
-                    out, recurrent = recur(*arguments, cu_seqlens=cu_seqlens)
+                    out, recurrent = recur(*arguments, initial_state=recurrent, cu_seqlens=cu_seqlens)
                 out = self.o_norm(out, gate.view(heads)).flatten(-2)
         if state is not None:
             if state.record_past:

@@ -94,13 +94,13 @@ def rms_ratio(got, expected):
     return ((got.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
-def exact_results(inputs, options, seeds, rounding=0.0):
+def exact_results(inputs, options, seeds, rounding=0.0, draw=0):
     """Outputs, final states and gradients in float64, with every token, state and seed off by a random rounding."""
 
     def off(x):
         return (x.double() * (1 + rounding * (2 * torch.rand(x.shape, dtype=torch.float64) - 1).to(x.device))).detach()
 
-    torch.manual_seed(2)
+    torch.manual_seed(2 + draw)
     leaves = {n: off(x) if n not in ("A_log", "dt_bias") else x.double().detach() for n, x in inputs.items()}
     results = oracle({n: x.requires_grad_() for n, x in leaves.items()}, **options)
     grads = torch.autograd.grad(results, list(leaves.values()), [off(seed) for seed in seeds])
@@ -111,25 +111,33 @@ def assert_matches_oracle(inputs, options, bound, gradients=True):
     """Outputs, final states and, with `gradients`, all gradients.
 
     Some results are small differences of large terms (gradients under near-parallel keys, the one number that A_log
-    has a head): there no arithmetic of this precision stays below the bound, and three times the change that one
-    rounding of the inputs makes is the limit.
+    has a head): there no arithmetic of this precision stays below the bound. Then the limit is what a dozen roundings
+    do, sqrt(12) times the RMS change by one rounding of the inputs, and what the result's own type loses. Either limit
+    is 2.5 times as much for A_log, in whose one or two numbers chance does not average out.
     """
     torch.manual_seed(1)
     seeds = [torch.randn(x.shape).to(x) for x in (inputs["v"], inputs["initial_state"])]
     expected = exact_results(inputs, options, seeds)
-    rounded = exact_results(inputs, options, seeds, 2**-9 if inputs["v"].dtype != torch.float32 else 2**-22)
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     out, state = kda.fused_kda(**leaves, **options)
     assert out.dtype == inputs["v"].dtype and state.dtype == torch.float32
     got = {"out": out, "state": state}
     if gradients:
         got |= zip(leaves, torch.autograd.grad([out, state], list(leaves.values()), seeds), strict=True)
-    errors = {}
-    for name, x in got.items():
-        assert name not in inputs or x.dtype == inputs[name].dtype
-        error, limit = rms_ratio(x, expected[name]), max(bound, 3 * rms_ratio(rounded[name], expected[name]))
-        if not error < limit:
-            errors[name] = error, limit
+    assert all(name not in inputs or x.dtype == inputs[name].dtype for name, x in got.items())
+    errors = {name: rms_ratio(x, expected[name]) for name, x in got.items()}
+    few = {name: 2.5 if name == "A_log" else 1.0 for name in errors}
+    errors = {name: error for name, error in errors.items() if not error < bound * few[name]}
+    if errors:
+        size = 2**-9 if inputs["v"].dtype != torch.float32 else 2**-22
+        rounded = [exact_results(inputs, options, seeds, size, draw) for draw in range(4)]
+    for name, error in list(errors.items()):
+        one = (sum(rms_ratio(r[name], expected[name]) ** 2 for r in rounded) / len(rounded)) ** 0.5
+        stored = rms_ratio(expected[name].to(got[name].dtype), expected[name])
+        limit = 12**0.5 * one * few[name] + stored
+        errors[name] = error, limit
+        if error < limit:
+            del errors[name]
     assert not errors
 
 
