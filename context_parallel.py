@@ -65,9 +65,9 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None):
     _agree(_facts(backbone.config, group), group)
 
     def prepare(module, args, kwargs):
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs)
-        arguments = {**given.arguments, **given.arguments.pop("kwargs", {})}
-        return (), {**arguments, **_planned(module.config, arguments, group)}
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        more = given.pop("kwargs", {})
+        return (), {**given, **more, **_planned(module.config, {**given, **more}, group)}
 
     hook = backbone.register_forward_pre_hook(prepare, with_kwargs=True)
     try:
@@ -126,9 +126,13 @@ def gather_cache(cache, group: dist.ProcessGroup | None = None):
     A cache then holds the last process's KDA states and the latents of all tokens, and goes on like one that a single
     process filled: `model.generate(ids, attention_mask=..., past_key_values=cache)`.
 
+    Call it once: a whole cache cannot be told from a part.
+
     Returns:
         the cache.
     """
+    if cache is None:
+        raise ValueError("there is no cache to make whole: the forward needs use_cache=True, and has none if packed")
     world = dist.get_world_size(group)
     lengths = [None] * world
     dist.all_gather_object(lengths, int(cache.get_seq_length()), group=group)
@@ -202,7 +206,7 @@ def _agree(facts: dict, group) -> list[dict]:
     for rank, other in enumerate(everybody):
         if other["refusal"] is not None:
             raise ValueError(f"process {rank} of {len(everybody)} cannot take its part: {other['refusal']}")
-    for name in set(facts) - {"refusal"}:
+    for name in facts:
         if name.startswith("the ") and any(other[name] != everybody[0][name] for other in everybody):
             raise ValueError(f"the processes disagree about {name}: {[other[name] for other in everybody]}")
     return everybody
@@ -212,12 +216,10 @@ def _planned(config, arguments: dict, group) -> dict:
     """Arguments to change in a forward of the backbone: the plan of its parts, and what only the plan knows."""
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
     given = ids if embeds is None else embeds
-    facts = {"refusal": None, "the rows of the batch": given.shape[0], "tokens": given.shape[1]}
     try:
-        facts |= _part_facts(config, arguments, given)
+        facts = {"refusal": None, **_part_facts(config, arguments, given)}
     except ValueError as error:
-        facts["refusal"] = str(error)
-    facts["the use of position_ids"] = arguments.get("position_ids") is not None
+        facts = {"refusal": str(error)}
     plan = ContextPlan(_agree(facts, group), given.device, group)
     if plan.packed and is_flash_attention_requested(config):
         raise ValueError("packed documents over several processes need attn_implementation 'sdpa', 'eager' or 'flex'")
@@ -226,7 +228,13 @@ def _planned(config, arguments: dict, group) -> dict:
 
 
 def _part_facts(config, arguments, given) -> dict:
-    """First and last position of every row, and the columns behind the first at which documents start."""
+    """First and last position of every row, the columns behind the first at which documents start, and sizes.
+
+    Args:
+        given: [B, t] ids or [B, t, hidden] embeddings.
+    """
+    if given is None or given.dim() < 2:
+        raise ValueError("a part is input_ids [B, t] or inputs_embeds [B, t, hidden]")
     if any(arguments.get(name) is not None for name in PACKING_ARGUMENTS):
         raise ValueError(f"{', '.join(PACKING_ARGUMENTS)} describe a whole row: give the position_ids of the part")
     mask = arguments.get("attention_mask")
@@ -240,15 +248,16 @@ def _part_facts(config, arguments, given) -> dict:
     if length < max(reach, 1):
         raise ValueError(f"a part has {length} tokens, at least {max(reach, 1)} are needed: use fewer processes")
     positions = arguments.get("position_ids")
+    facts = {"the rows of the batch": rows, "tokens": length, "the use of position_ids": positions is not None}
     if positions is None:
-        return {"first": [None] * rows, "last": [None] * rows, "starts": [[]] * rows}
+        return {**facts, "first": [None] * rows, "last": [None] * rows, "starts": [[]] * rows}
     positions = positions[None] if positions.dim() == 1 else positions
     if positions.dim() != 2 or positions.shape[1] != length or positions.shape[0] not in (1, rows):
         raise ValueError(f"position_ids has shape {tuple(positions.shape)}, expected {(rows, length)}")
     positions = positions.expand(rows, -1)
     inner = (positions.diff(dim=1) != 1).nonzero().tolist()
     starts = [[column + 1 for row, column in inner if row == wanted] for wanted in range(rows)]
-    return {"first": positions[:, 0].tolist(), "last": positions[:, -1].tolist(), "starts": starts}
+    return {**facts, "first": positions[:, 0].tolist(), "last": positions[:, -1].tolist(), "starts": starts}
 
 
 class ContextPlan:
@@ -354,9 +363,9 @@ class ContextPlan:
         latents = _AllTokens.apply(latents, self)
 
         def kv_b(latent):
-            if type(module.kv_b_proj) is nn.Linear:
+            if type(module.kv_b_proj) is nn.Linear and not module.kv_b_proj.weight.is_meta:
                 return F.linear(latent, module.kv_b_proj.weight[first * size : (first + share) * size])
-            # An adapter in its place acts only when it is called.
+            # An adapter in its place acts, and an offloaded weight is there, only when it is called.
             return module.kv_b_proj(latent)[..., first * size : (first + share) * size]
 
         mask = self._mask(module.config, query)

@@ -5,9 +5,9 @@
 
 Starts one process a GPU through torchrun (or is started by it). Every process first times its own GPU alone, each in
 another order, so that kernels are compiled side by side; those of process 0 are the "one GPU" of the results. Weights
-are random: Kimi K3's width, 4 layers, 64 experts (`generate.py`), and for training a model of 0.5 B parameters whose
-batch a GPU stays the same. Milliseconds are medians of the slowest process; the roofline is one GPU's time over the
-number of GPUs. `sent_bytes` is what one process sends, collectives taken as rings, and `formula_bytes` what
+are random: Kimi K3's width, 4 layers, 64 experts (`generate.py`), and for training a model of 0.4 B parameters, whose
+batch a GPU stays the same: its "one GPU" takes the tokens of all GPUs one batch after the other. Milliseconds are
+medians of the slowest process; the roofline is one GPU's time over the number of GPUs. `sent_bytes` is what one process sends, collectives taken as rings, and `formula_bytes` what
 `docs/distributed.md` says it should be.
 """
 
@@ -39,7 +39,7 @@ from kimi_k3.training.wire import Wire
 
 RESULTS = Path(__file__).parent / "results" / "distributed.jsonl"
 PARTS = ("context", "tensor", "experts", "training")
-SMALL = {  # 0.5 B parameters, half of them in 16 experts
+SMALL = {  # 0.4 B parameters, half of them in 16 experts
     "vocab_size": 32768, "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 8,
     "num_attention_heads": 10, "num_key_value_heads": 10, "q_lora_rank": 512, "kv_lora_rank": 256,
     "linear_attn_config": {**K3["linear_attn_config"], "full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7],
@@ -222,8 +222,7 @@ def training_case(sizes, device, one):
     # Weights are gathered forward and backward, gradients are dealt out; the last unit's weights stay between.
     least = 3 * (world - 1) / world * size
     rates = {"tokens_per_s": round(world * tokens / ours * 1000), "one_gpu": round(tokens / one["training"] * 1000)}
-    name = f"0.5B model FSDP2={world} step of {tokens} tokens a GPU"
-    # Twice the tokens in the time of one GPU's step would be a speedup of the number of GPUs.
+    name = f"0.4B model FSDP2={world} step of {tokens} tokens a GPU"
     yield name, ours, one["training"] * world, sent, least, {"parameter_bytes": size, **rates}
 
 

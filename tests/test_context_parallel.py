@@ -174,6 +174,7 @@ def refusals(rank, data_dir):
         ({"cu_seq_lens_q": torch.tensor([0, 70])}, "process 1 .*position_ids"),
         ({"output_attentions": True}, "process 1 .*output_attentions"),
         ({"input_ids": part[:, :2]}, "process 1 .*has 2 tokens, at least 3"),
+        ({"input_ids": part[0]}, "process 1 .*input_ids .B, t."),
         ({"input_ids": part[:1]}, r"rows of the batch: \[2, 1\]"),
         ({"position_ids": torch.arange(70)[None]}, r"use of position_ids: \[False, True\]"),
         ({"position_ids": torch.arange(60)[None]}, r"process 1 .*\(1, 60\), expected \(2, 70\)"),
@@ -191,6 +192,8 @@ def refusals(rank, data_dir):
         pass
     with pytest.raises(ValueError, match="Linear holds no KimiK3Model"), context_parallel(torch.nn.Linear(1, 1)):
         pass
+    with pytest.raises(ValueError, match="no cache to make whole"):
+        gather_cache(None)
     for batch, message in (
         ({"attention_mask": padded}, "cannot cut padding"),
         ({"token_type_ids": part}, "does not know how to cut token_type_ids"),
