@@ -7,8 +7,8 @@ Starts one process a GPU through torchrun (or is started by it). Every process f
 another order, so that kernels are compiled side by side; those of process 0 are the "one GPU" of the results. Weights
 are random: Kimi K3's width, 4 layers, 64 experts (`generate.py`), and for training a model of 0.4 B parameters, whose
 batch a GPU stays the same: its "one GPU" takes the tokens of all GPUs one batch after the other. Milliseconds are
-medians of the slowest process; the roofline is one GPU's time over the number of GPUs. `sent_bytes` is what one process sends, collectives taken as rings, and `formula_bytes` what
-`docs/distributed.md` says it should be.
+medians of the slowest process; the roofline is one GPU's time over the number of GPUs. `sent_bytes` is what one process
+sends, collectives taken as rings, and `formula_bytes` what `docs/distributed.md` says it should be.
 """
 
 import argparse
