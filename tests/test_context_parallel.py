@@ -184,6 +184,9 @@ def refusals(rank, data_dir):
             with pytest.raises(ValueError, match=message):
                 model(**{"input_ids": part, **(change if rank else {})})
         model(input_ids=part, attention_mask=torch.ones_like(part))  # all goes on after a refusal
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.raises(ValueError, match="packed documents over several processes need"):
+            model(input_ids=part, position_ids=documents((30, 40)))
     model.config.num_attention_heads = 3
     with pytest.raises(ValueError, match="3 heads of MLA do not divide among 2 processes"), context_parallel(model):
         pass
