@@ -9,7 +9,7 @@ on one row of 8192 tokens, with and without gradient checkpointing. The native c
 where that is installed (every line names what it ran), and transformers' grouped matrix product for experts. Steps of
 the two take turns in one process; medians of CUDA events. Memory is the most that is allocated in a step, weights,
 gradients and optimizer state included, without the other model's. The roofline is 6 operations a token and weight used
-over the rate of a large matrix product; recomputation is not counted. Every line also has both losses of the first step.
+over the rate of a large matrix product; recomputation is not counted. Every line has both losses of the first step.
 """
 
 import argparse

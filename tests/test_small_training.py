@@ -113,6 +113,13 @@ def test_an_episode_never_exceeds_its_size(corpus):
         assert 0 < len(ids) == len(weights) <= size
 
 
+def test_a_window_longer_than_the_text_begins_again(held_out):
+    stream = held_out.streams["sotu"]
+    ids, may_follow = held_out.window(random.Random(0), 2 * len(stream))
+    assert len(ids) == len(may_follow) == 2 * len(stream)
+    assert ids[: len(stream)] == ids[len(stream) :] and sorted(ids[: len(stream)]) == sorted(stream.tolist())
+
+
 def test_every_stage_comes_and_the_rate_ends_low():
     seen = [train_small.stage_at(done / 100, 8192)[1] for done in range(100)]
     assert seen[0] == 256 and seen[-1] == 8192 and seen == sorted(seen)

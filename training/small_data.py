@@ -68,12 +68,20 @@ class Corpus:
         self.vocabulary = Vocabulary.held_out(count) if held_out else Vocabulary.training(text, count)
 
     def window(self, rng, length):
-        """([length] token ids, [length] bool may_follow) from a random place of a random source that is long enough."""
+        """([length] token ids, [length] bool may_follow) from a random place of a random source that is long enough.
+
+        Where none is, of the longest one, which begins again at its end: held-out text is short.
+        """
         packages = [package for package, stream in self.streams.items() if len(stream) > length]
-        package = rng.choices(packages, [SOURCE_WEIGHTS[package] for package in packages])[0]
-        start = rng.randrange(len(self.streams[package]) - length + 1)
-        place = slice(start, start + length)
-        return self.streams[package][place].tolist(), self.may_follow[package][place]
+        if packages:
+            package = rng.choices(packages, [SOURCE_WEIGHTS[package] for package in packages])[0]
+            start = rng.randrange(len(self.streams[package]) - length + 1)
+        else:
+            package = max(self.streams, key=lambda package: len(self.streams[package]))
+            start = rng.randrange(len(self.streams[package]))
+        stream, may_follow = self.streams[package], self.may_follow[package]
+        place = np.arange(start, start + length) % len(stream)
+        return stream[place].tolist(), may_follow[place]
 
     def encode(self, text):
         return self.backend.encode(text, add_special_tokens=False).ids
