@@ -351,6 +351,12 @@ class KimiK3TextConfig(PreTrainedConfig):
             **dict.fromkeys(ends, "kimi_k3_whole"),
         }
 
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]):
+        # Older releases assign the plan again, with the embedding's entry, when embeddings are tied.
+        if plan != self.base_model_tp_plan:
+            raise AttributeError("base_model_tp_plan follows from the sizes: give another one to DistributedConfig")
+
     @property
     def base_model_ep_plan(self) -> dict[str, str] | None:
         """Whole experts on every process; None without experts."""

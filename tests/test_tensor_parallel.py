@@ -61,6 +61,8 @@ def test_the_plans_name_every_weight(folder, data_dir):
     assert [name for name in names if name not in plan and name.rsplit(".", 1)[0] not in plan] == []
     assert set(plan.values()) | set(expert_plan.values()) <= set(ALL_PARALLEL_STYLES)
     assert {name for name in names if ".experts." in name} == {name for name in expert_plan if ".experts." in name}
+    with pytest.raises(AttributeError, match="DistributedConfig"):
+        config.base_model_tp_plan = {}
     assert bool(expert_plan) == bool(config.num_experts) and model.supports_tp_plan and model.supports_pp_plan
     assert {name.split(".")[0] for name in model.config.base_model_pp_plan} == {
         n for n, _ in model.model.named_children()
@@ -223,7 +225,7 @@ def other_ways_to_decode(data, scratch, rank):
 
 
 def packed_experts(data, scratch, rank):
-    """MXFP4 is cut as it lies, in whole groups, and a folder saved from parts is the one that was read."""
+    """MXFP4 is cut as it lies, in whole groups, and a folder saved from parts is the one that was read; tied head."""
     ids = golden(data / "k3_tiny_mxfp4")[0]
     for options in ({}, {"dequantize": True}):
         model, alone = load(scratch / "packed", {"tp_size": 2}, **options), load(scratch / "packed", **options)
@@ -234,6 +236,7 @@ def packed_experts(data, scratch, rank):
             assert {parameter.dtype for parameter in experts.parameters()} == {torch.uint8}
             model.save_pretrained(scratch / "saved")
             saved, read = (load_file(scratch / name / "model.safetensors") for name in ("saved", "packed"))
+            assert torch.equal(saved.pop("lm_head.weight"), read["model.embed_tokens.weight"])
             assert set(saved) == set(read) and all(torch.equal(saved[key], read[key]) for key in read)
         same(model, alone, ids)
 
@@ -410,7 +413,8 @@ def run(data, scratch, rank):
 def main(data, scratch):
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    KimiK3ForCausalLM(changed(data / "k3_tiny_mxfp4", moe_intermediate_size=64)).save_pretrained(scratch / "packed")
+    packed = changed(data / "k3_tiny_mxfp4", moe_intermediate_size=64, tie_word_embeddings=True)
+    KimiK3ForCausalLM(packed).save_pretrained(scratch / "packed")
     three = changed(data / "k3_dense_flat")
     three.linear_attn_config = {**three.linear_attn_config, "num_heads": 3}
     KimiK3ForCausalLM(three).save_pretrained(scratch / "three_heads")
