@@ -119,7 +119,7 @@ class OwnHeads(TensorParallelLayer):
 
 
 class OwnExperts(TensorParallelLayer):
-    """Expert parallelism where transformers has none for a router outside the experts (before 5.18).
+    """Expert parallelism where transformers leaves the exchange to a router of its own form (5.17 and 5.18).
 
     Every process has all tokens, computes those of its own experts, and the sums are added. Tokens of other experts
     are numbered past the last one, with a weight of zero.
@@ -204,10 +204,10 @@ def check_fit(model: nn.Module, distributed_config) -> None:
         raise ValueError("; ".join(misfits) + ": use another number of processes")
     if stages > 1 and ranks > 1:  # transformers looks up the layers of all stages on each of them
         raise ValueError(f"tp_size={ranks} and pp_size={stages} cannot go together: choose one")
-    if (distributed_config.fsdp_size or 1) > 1:
+    if getattr(distributed_config, "dp_size", distributed_config.fsdp_size or 1) > 1:
         raise ValueError(
-            f"fsdp_size={distributed_config.fsdp_size} would cut A_log as it lies in the file, where it is padded: "
-            "load the model whole, then shard it with accelerate or kimi_k3.training.fully_shard_by_dtype"
+            "fsdp_size and dp_replicate_size would cut A_log as it lies in the file, where it is padded: load the "
+            "model whole, then shard it with accelerate or kimi_k3.training.fully_shard_by_dtype"
         )
     if stages > 1 and not hasattr(model, "lm_head"):
         raise ValueError(f"{type(model).__name__} cannot be cut into pipeline stages: load the KimiK3ForCausalLM in it")
@@ -232,18 +232,18 @@ class PipelinePart(nn.Module):
         block_size, first = self.layers[0].block_size, self.layers[0].layer_idx
         return 1 if block_size is None else 1 + -(-first // block_size)
 
-    def forward(self, *streams, attention_mask=None, position_ids=None, cu_seq_lens=None, logits_to_keep=0):
+    def forward(self, *streams, attention_mask=None, position_ids=None, cu_seq_lens_q=None, logits_to_keep=0):
         """
         Args:
             streams: ids [B, T] for the first stage, for others what the one before returned.
-            attention_mask, position_ids, cu_seq_lens, logits_to_keep: of the whole model; padding and packed documents.
+            attention_mask, position_ids, cu_seq_lens_q, logits_to_keep: as of the whole model.
 
         Returns:
             (partial sum, *finished blocks), each [B, T, hidden]; of the last stage logits [B, T, vocabulary].
         """
         backbone, stage = self.model.model, self.model._pp_stage
         partial, *blocks = (backbone.embed_tokens(streams[0]),) if stage.pp_is_first_stage else streams
-        layout = token_layout(attention_mask, position_ids, cu_seq_lens, partial, None)
+        layout = token_layout(attention_mask, position_ids, cu_seq_lens_q, partial, None)
         packed = layout is not None and layout.documents is not None
         document = (lambda b, h, q, kv: layout.documents[b, q] == layout.documents[b, kv]) if packed else None
         mask = create_causal_mask(backbone.config, partial, attention_mask, None, and_mask_function=document)

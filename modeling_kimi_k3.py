@@ -202,6 +202,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, *args, **kwargs)
         if self.should_save_on_this_rank(True):
             copy_code(Path(save_directory))
+        self.barrier_after_gathered_checkpoint_save(getattr(self.config, "distributed_config", None))
 
     @torch.no_grad()
     def _init_weights(self, module):

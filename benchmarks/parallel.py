@@ -37,8 +37,9 @@ def options_of(tp: int, ep: int, pp: int, exchange: str) -> dict | None:
     if tp * pp == 1:
         return None
     options = {"tp_size": tp, "pp_size": pp}
-    if ep > 1 and hasattr(DistributedConfig(), "ep_size"):
-        options |= {"ep_size": ep, "ep_implementation": exchange}
+    fields = DistributedConfig.__dataclass_fields__
+    if ep > 1 and "ep_size" in fields:
+        options |= {"ep_size": ep} | ({"ep_implementation": exchange} if "ep_implementation" in fields else {})
     elif ep > 1:
         options["enable_expert_parallel"] = True
     return options
@@ -127,7 +128,7 @@ def formula(config: KimiK3TextConfig, options: dict, tokens: int, dtype_bytes: i
         total += wire.tensor_parallel_bytes(config, ranks, tokens, 1, dtype_bytes, apart)[0]
     if apart:
         pairs = None
-        if options.get("ep_implementation") == "all_to_all":
+        if "ep_size" in options and options.get("ep_implementation", "all_to_all") == "all_to_all":
             layers = config.mlp_layer_types.count("sparse")
             pairs = layers * tokens * config.num_experts_per_token * (ranks - 1) / ranks**2
         total += wire.expert_parallel_bytes(config, ranks, tokens, dtype_bytes, pairs)[0]

@@ -25,8 +25,10 @@ from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.distributed_kimi_k3 import PipelinePart, check_fit
 from kimi_k3.training import QKClip, wire
 
-# Releases that can cut attention and spread experts in one run, and send tokens to them.
-EP_SIZE = hasattr(DistributedConfig(), "ep_size")
+# Releases that can cut attention and spread experts in one run; those that let one choose how tokens reach experts.
+EP_SIZE, EP_IMPLEMENTATION = (
+    name in DistributedConfig.__dataclass_fields__ for name in ("ep_size", "ep_implementation")
+)
 RANKS = 2
 BOUND = {torch.float32: 1e-4, torch.float64: 1e-9}
 
@@ -86,7 +88,7 @@ def test_the_plans_name_every_weight(folder, data_dir):
         ("k3_dense_flat", {}, {"tp_size": 2, "enable_expert_parallel": True}, "num_experts is 0, which 2 processes"),
         ("k3_dense_flat", {}, {"pp_size": 7}, "num_hidden_layers is 6, too few for 7 pipeline stages"),
         ("k3_dense_flat", {}, {"tp_size": 2, "pp_size": 2}, "tp_size=2 and pp_size=2 cannot go together"),
-        ("k3_dense_flat", {}, {"fsdp_size": 2}, "fsdp_size=2 would cut A_log as it lies in the file"),
+        ("k3_dense_flat", {}, {"fsdp_size": 2}, "fsdp_size and .* would cut A_log as it lies in the file"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_numbers(folder, values, processes, sentence, data_dir):
@@ -244,17 +246,20 @@ def packed_experts(data, scratch, rank):
 def expert_parallel(data, scratch, rank):
     """Whole experts on their processes: alone, and beside cut attention where transformers can."""
     alone_too, sums = {"enable_expert_parallel": True}, {"ep_size": 2, "ep_implementation": "all_reduce"}
-    cases = [("kimi_linear_flat", alone_too, torch.float32), ("k3_tiny_mxfp4", alone_too, torch.float32)]
+    # The rounding of float32 alone moves the logits of `k3_tiny_mxfp4` by 2e-4 from those of float64.
+    cases = [("kimi_linear_flat", alone_too, torch.float32), ("k3_tiny_mxfp4", alone_too, torch.float64)]
     if EP_SIZE:
-        # This model's own rounding in float32 moves its logits by 2e-4 from those of float64.
-        cases += [("k3_tiny_mxfp4", {"ep_size": 2}, torch.float64), ("kimi_linear_flat", sums, torch.float32)]
+        cases.append(("k3_tiny_mxfp4", {"ep_size": 2}, torch.float64))
+    if EP_IMPLEMENTATION:
+        cases.append(("kimi_linear_flat", sums, torch.float32))
     for name, options, dtype in cases:
         ids, wanted = golden(data / name)
         model, alone = load(data / name, {"tp_size": 2, **options}, dtype), load(data / name, dtype=dtype)
         experts = model.model.layers[1].block_sparse_moe.experts
         assert experts.num_experts == 4 and next(experts.parameters()).to_local().shape[0] == 4
         cut = isinstance(model.model.layers[0].self_attn.q_proj.weight, DTensor)
-        assert cut == ("enable_expert_parallel" not in options)
+        if EP_IMPLEMENTATION or not EP_SIZE:  # for the others, experts alone are experts beside cut attention
+            assert cut == ("enable_expert_parallel" not in options)
         same(model, alone, ids, wanted)
 
 
@@ -296,13 +301,12 @@ def pipeline(data, scratch, rank):
 
 def bytes_sent(data, scratch, rank):
     """What is counted on the wire is what the formulas say."""
-    cases = [
-        ("k3_dense_flat", {"tp_size": 2}),
-        ("kimi_linear_flat", {"tp_size": 2}),
-        ("k3_tiny_mxfp4", {"tp_size": 2, "enable_expert_parallel": True}),
-    ]
-    if EP_SIZE:
-        cases[2][1]["ep_implementation"] = "all_reduce"
+    cases = [("k3_dense_flat", {"tp_size": 2}), ("kimi_linear_flat", {"tp_size": 2})]
+    if not EP_SIZE:
+        cases.append(("k3_tiny_mxfp4", {"tp_size": 2, "enable_expert_parallel": True}))
+    if EP_IMPLEMENTATION:
+        spread = {"tp_size": 2, "enable_expert_parallel": True, "ep_implementation": "all_reduce"}
+        cases.append(("k3_tiny_mxfp4", spread))
         cases.append(("k3_tiny_mxfp4", {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"}))
     for name, options in cases:
         ids, _ = golden(data / name)
