@@ -536,7 +536,9 @@ def block_sizes(
 
     def needed():
         weights = rows * columns * 4.25 if packed else (1 if down else 2) * rows * columns * 2
-        return max(1, stages - 1) * (parts * block_m * columns * (16 if packed else 2) + weights)
+        # Outside NVIDIA's products unpacked weights go through shared memory.
+        unpacked = 0 if tools.USE_PTX or not packed else rows * columns * 16
+        return max(1, stages - 1) * (parts * block_m * columns * (16 if packed else 2) + weights) + unpacked
 
     while needed() > shared and stages > 2:
         stages -= 1

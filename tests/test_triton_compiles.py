@@ -22,6 +22,7 @@ from kimi_k3.kernels import (
 )
 
 backend, architecture, warp = sys.argv[1], sys.argv[2], int(sys.argv[3])
+experts_triton.tools.USE_PTX = backend == "cuda"  # as there, whatever this torch is built for
 # Types of the arguments that are not *bf16, the type of most.
 FLOAT32 = dict.fromkeys(
     "A_log dt_bias decay decay_out dA_log ddt_bias state new_state norm_weight q_weight k_weight v_weight h0 ht dht "
