@@ -1,6 +1,6 @@
 # Every target does its whole set-up on a fresh machine; stamp files make a second call start at once.
 #
-#   make demo | test | bench | lint | clean
+#   make demo | test | test-gguf | bench | lint | clean
 
 PYTHON ?= python3
 # Installed before everything else, so that no dependency picks another build. Name the one you want:
@@ -20,7 +20,7 @@ OLDEST_READY := .venv-oldest/.ready
 # Two editable installs of one tree at once would write the same metadata.
 .NOTPARALLEL:
 
-.PHONY: demo test test-newest test-oldest bench lint clean
+.PHONY: demo test test-newest test-oldest test-gguf bench lint clean
 
 demo: $(NEWEST_READY)
 	.venv/bin/python -P demo.py
@@ -39,6 +39,14 @@ test-oldest: $(OLDEST_READY)
 	.venv-oldest/bin/python -c "import torch, transformers as t; print('torch', torch.__version__, 'transformers', t.__version__)"
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -P tests/common_suite/run.py $(PYTEST_FLAGS)
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -P -m pytest tests $(PYTEST_FLAGS) --ignore-glob='*triton*'
+
+# Conversion against llama.cpp: its converter, which is in no package but in the source of one (77 MB), and its logits.
+test-gguf: $(NEWEST_READY)
+	.venv/bin/python -m pip install -qq -e '.[gguf]'
+	mkdir -p build/llama
+	.venv/bin/python -m pip download -qq --no-deps --no-binary :all: -d build/llama llama-cpp-python
+	tar xzf build/llama/llama_cpp_python-*.tar.gz -C build/llama --strip-components 1
+	KIMI_K3_LLAMA_CPP=$(CURDIR)/build/llama/vendor/llama.cpp .venv/bin/python -P -m pytest tests/test_gguf.py
 
 bench: $(NEWEST_READY)
 	set -e; for script in benchmarks/*_cpu.py; do .venv/bin/python -P "$$script"; done

@@ -1,6 +1,6 @@
 """What conversion writes, in llama.cpp: its own converter, then its own logits.
 
-Needs llama.cpp's source (the converter is in no package) and `pip install kimi-k3[gguf]`:
+Needs llama.cpp's source (the converter is in no package) and `pip install kimi-k3[gguf]`. `make test-gguf`, or:
 
     pip download --no-deps --no-binary :all: llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz
     KIMI_K3_LLAMA_CPP=llama_cpp_python-*/vendor/llama.cpp pytest tests/test_gguf.py
