@@ -22,6 +22,8 @@ from .kernels/mla_prefill import
 from .kernels/mxfp4 import
 from .kernels/norms import
 from .kernels/norms_triton import
+from .kernels/router import
+from .kernels/router_triton import
 from .kernels/short_conv import
 from .kernels/short_conv_triton import
 from .kernels/situ import
@@ -51,10 +53,13 @@ def _kernel(name):
     return importlib.import_module(f".kernels.{name}", __package__)
 
 
-attn_res, experts_op, kda, kda_step, mla_decode, mla_prefill, mxfp4, norms, short_conv, situ = map(
+attn_res, experts_op, kda, kda_step, mla_decode, mla_prefill, mxfp4, norms, router, short_conv, situ = map(
     _kernel,
-    ("attn_res", "experts", "kda", "kda_step", "mla_decode", "mla_prefill", "mxfp4", "norms", "short_conv", "situ"),
-)
+    (
+        "attn_res", "experts", "kda", "kda_step", "mla_decode", "mla_prefill", "mxfp4", "norms", "router", "short_conv",
+        "situ",
+    ),
+)  # fmt: skip
 
 # The latent norms of MLA keep the default of the official module, not `rms_norm_eps` (docs/design.md, disputed facts).
 LATENT_NORM_EPS = 1e-6
@@ -445,24 +450,18 @@ class KimiK3TopkRouter(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         with kda.full_precision(x.device):
             logits = F.linear(x.to(dtype), self.weight.to(dtype))
-        scores = torch.sigmoid(logits)
-        choice = self._limit_groups(scores.detach() + self.e_score_correction_bias.to(dtype))
-        chosen = choice.topk(self.config.num_experts_per_token, dim=-1, sorted=False).indices
-        weights = scores.gather(-1, chosen)
-        if self.config.moe_renormalize and self.config.num_experts_per_token > 1:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return logits, chosen, weights * self.config.routed_scaling_factor
-
-    def _limit_groups(self, choice):
-        """Keep the experts of the `topk_group` groups whose two best experts score highest together."""
-        groups = self.config.num_expert_group or 1
-        kept = self.config.topk_group or 1
-        if not self.config.use_grouped_topk or groups == kept:
-            return choice
-        grouped = choice.unflatten(-1, (groups, -1))
-        best = grouped.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1, sorted=False).indices
-        dropped = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
-        return grouped.masked_fill(dropped[..., None], float("-inf")).flatten(-2)
+        config = self.config
+        groups = (config.num_expert_group or 1) if config.use_grouped_topk else 1
+        chosen, weights = router.choose_experts(
+            logits,
+            self.e_score_correction_bias,
+            config.num_experts_per_token,
+            config.moe_renormalize and config.num_experts_per_token > 1,
+            config.routed_scaling_factor,
+            groups,
+            (config.topk_group or 1) if config.use_grouped_topk else 1,
+        )
+        return logits, chosen, weights
 
 
 @use_experts_implementation

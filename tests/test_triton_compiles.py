@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kimi_k3.kernels import (
     attn_res_triton, experts_triton, kda_backward_triton, kda_chunk_triton, kda_step_triton, mla_decode_triton,
-    norms_triton, short_conv_triton, situ_triton,
+    norms_triton, router_triton, short_conv_triton, situ_triton,
 )
 
 backend, architecture, warp = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -51,6 +51,7 @@ MERGE = dict(H=96, R=512, BC=128, BS=64)
 NORMS = dict(D=7168, BD=8192, BR=1)
 GLU, BETA = dict(M=33792, BLOCK=1024, SITU=True, CAPPED=True), dict(beta="fp32")
 CONVOLUTIONS = dict(xs=("*bf16",) * 3, tails=("*bf16",) * 3, ys=("*bf16",) * 3, weights=("*fp32",) * 3)
+ROUTER = dict.fromkeys("logits bias weights".split(), "*fp32") | dict(chosen="*i64", scaling="fp32", stride="i32")
 CASES = [
     (kda_chunk_triton.prepare_kernel, 2, dict(residual=None), {}),
     (kda_chunk_triton.prepare_kernel, 4, dict(residual=None, BOUNDED=False, NARROW=False), {}),
@@ -75,6 +76,7 @@ CASES = [
     (mla_decode_triton.decode_kernel, MLA_WARPS, dict(MLA, ONE_MASK=False, CAUSAL=False), {}),
     (norms_triton.norm_kernel, 4, dict(NORMS, BR=16, D=128, BD=128, GATED=True), {}),
     (norms_triton.norm_backward_kernel, 8, dict(NORMS, GATED=False, gate=None, d_gate=None), dict(d_weight="*fp32")),
+    (router_triton.choose_kernel, 1, dict(E=896, BE=1024, K=16, BK=16, RENORMALIZE=True), ROUTER),
     (situ_triton.glu_kernel, 4, GLU, BETA),
     (situ_triton.glu_backward_kernel, 4, GLU, BETA),
     (mla_decode_triton.merge_kernel, 4, MERGE, {}),
@@ -121,4 +123,4 @@ def test_every_kernel_compiles(target):
         [sys.executable, "-P", "-c", COMPILE, *target], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 34
+    assert len(done.stdout.splitlines()) == 35

@@ -1,0 +1,64 @@
+"""Which experts a token goes to, and with what weights (torch reference and dispatch)."""
+
+import torch
+
+from . import dispatch
+
+# The most experts that one program of the Triton kernel holds.
+MAX_EXPERTS = 4096
+
+
+def choose_experts(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    scaling: float,
+    groups: int = 1,
+    kept_groups: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sigmoid scores; the bias decides which experts are chosen, never how they are weighted (Kimi K3 report, p. 8).
+
+    Args:
+        logits: [T, E] float32 or wider.
+        bias: [E].
+        top_k: experts of a token.
+        renormalize: whether the weights of a token are divided by their sum.
+        scaling: of the weights.
+        groups, kept_groups: the experts are in so many groups, and those of the groups whose two best score highest
+            together can be chosen.
+
+    Returns:
+        chosen [T, top_k] int64 in no fixed order, and their weights [T, top_k] in the dtype of the logits.
+    """
+    plain = groups == kept_groups and logits.dtype == torch.float32 and 0 < logits.shape[-1] <= MAX_EXPERTS
+    if plain and not dispatch.needs_grad(logits) and dispatch.triton_refusal(logits, bias) is None and len(logits):
+        results = dispatch.run_kernels(_run, logits, bias, top_k, renormalize, scaling)
+        if results is not None:
+            return results
+    return _composed(logits, bias, top_k, renormalize, scaling, groups, kept_groups)
+
+
+def _composed(logits, bias, top_k, renormalize, scaling, groups, kept_groups):
+    scores = torch.sigmoid(logits)
+    choice = _limit_groups(scores.detach() + bias.to(logits.dtype), groups, kept_groups)
+    chosen = choice.topk(top_k, dim=-1, sorted=False).indices
+    weights = scores.gather(-1, chosen)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return chosen, weights * scaling
+
+
+def _limit_groups(choice, groups, kept):
+    if groups == kept:
+        return choice
+    grouped = choice.unflatten(-1, (groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1, sorted=False).indices
+    dropped = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+    return grouped.masked_fill(dropped[..., None], float("-inf")).flatten(-2)
+
+
+def _run(*arguments):
+    from . import router_triton
+
+    return router_triton.run(*arguments)

@@ -1,0 +1,61 @@
+"""The Triton router against the torch reference: which experts, and with what weights."""
+
+import pytest
+import torch
+
+from kimi_k3.kernels import dispatch, router
+
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def both(logits, bias, *options, monkeypatch):
+    """(chosen, weights) of the kernel, then those of the reference in float64, in the order of the experts."""
+    results = []
+    for refusal, convert in ((None, lambda t: t), ("the oracle", torch.Tensor.double)):
+        monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, refusal=refusal: refusal)
+        chosen, weights = router.choose_experts(convert(logits.to(DEVICE)), convert(bias.to(DEVICE)), *options)
+        order = chosen.argsort(dim=-1)
+        results.append((chosen.gather(-1, order), weights.gather(-1, order), chosen.dtype))
+    return results
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 8, 2), (5, 24, 7), (2, 896, 16), (2, 20, 20)])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_experts_and_weights(sizes, renormalize, monkeypatch):
+    tokens, experts, top_k = sizes
+    torch.manual_seed(0)
+    logits, bias = torch.randn(tokens, 2 * experts)[:, :experts] * 3, torch.randn(experts) * 0.3
+    got, expected = both(logits, bias, top_k, renormalize, 2.5, monkeypatch=monkeypatch)
+    assert got[2] == torch.int64 and got[1].dtype == torch.float32
+    assert torch.equal(got[0], expected[0])
+    torch.testing.assert_close(got[1].double(), expected[1], rtol=2e-6, atol=0)
+
+
+def test_the_first_of_equals_and_forbidden_experts_last(monkeypatch):
+    """A bias of -inf forbids an expert while others are left; no expert is ever chosen twice."""
+    logits, bias = torch.zeros(2, 6), torch.tensor([float("-inf"), 0.0, 0.0, float("-inf"), 0.0, float("-inf")])
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors: None)
+    for top_k, chosen in ((2, [1, 2]), (3, [1, 2, 4]), (5, [0, 1, 2, 3, 4])):
+        got, _ = router.choose_experts(logits.to(DEVICE), bias.to(DEVICE), top_k, True, 1.0)
+        assert got.sort(dim=-1).values.tolist() == [chosen] * 2
+
+
+def test_not_a_number_stays_one_and_names_experts_that_exist(monkeypatch):
+    logits = torch.full((2, 5), float("nan"))
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors: None)
+    chosen, weights = router.choose_experts(logits.to(DEVICE), torch.zeros(5, device=DEVICE), 3, True, 1.0)
+    assert 0 <= chosen.min() and chosen.max() < 5 and weights.isnan().all()
+
+
+def test_gradients_and_groups_take_the_reference(monkeypatch):
+    calls = []
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors: None)
+    monkeypatch.setattr(dispatch, "run_kernels", lambda *arguments: calls.append(1))
+    logits, bias = torch.randn(4, 8), torch.zeros(8)
+    router.choose_experts(logits, bias, 2, True, 1.0, groups=4, kept_groups=2)
+    router.choose_experts(logits.requires_grad_(), bias, 2, True, 1.0)[1].sum().backward()
+    assert not calls and logits.grad is not None
+    router.choose_experts(logits.detach(), bias, 2, True, 1.0)
+    assert calls
