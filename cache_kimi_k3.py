@@ -52,6 +52,7 @@ def model_fingerprint(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+_ONE_STATE = "a static cache keeps one state: use HybridCache(config) without max_length"
 _MASK_MISSING = (
     "the cache holds padding, so every call needs the attention_mask of all columns; without it the MLA layers would "
     "read the padding as tokens"
@@ -122,7 +123,7 @@ class HybridCache(Cache):
         """
         columns, held = frozenset(map(int, columns)), self.get_seq_length()
         if self.is_compileable:
-            raise ValueError("a static cache keeps one state: use HybridCache(config) without max_length")
+            raise ValueError(_ONE_STATE)
         if columns and min(columns) <= held:
             raise ValueError(f"column {min(columns)} has been passed, the cache holds {held}: ask before the forward")
         for layer in self.layers:
@@ -138,9 +139,12 @@ class HybridCache(Cache):
             column: an earlier boundary, of those that `keep_states` named.
 
         Raises:
-            ValueError: for a column at which no state was kept.
+            ValueError: for a column at which no state was kept, and for an earlier one of static shapes.
         """
+        column = None if column is None else int(column)
         earlier = column is not None and column != self.get_seq_length()
+        if earlier and self.is_compileable:
+            raise ValueError(_ONE_STATE)
         for layer in self.layers if earlier else ():
             if not (column in layer.kept if isinstance(layer, KDACacheLayer) else 0 < column <= layer.seq_length):
                 raise ValueError(f"no state was kept at column {column}: call keep_states before the forward")

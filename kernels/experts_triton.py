@@ -469,7 +469,9 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     experts, width, packed = gate_up.shape[0], gate_up.shape[1] // 2, gate_up_scale is not None
     pairs = tokens * top_k
     block_m, parts = tile_size(pairs, experts, packed)
-    order, tiles = plan(expert_ids.flatten(), experts + elsewhere, block_m * parts)
+    ids = expert_ids.flatten()
+    ids = ids.clamp_max(experts) if elsewhere else ids
+    order, tiles = plan(ids, experts + elsewhere, block_m * parts)
     if elsewhere:  # pairs of other processes' experts lie last and are nobody's tiles; their rows of the result stay 0
         tiles[0].masked_fill_(tiles[0] == experts, -1)
     gate_up, down = gate_up.contiguous(), down.contiguous()
@@ -483,7 +485,10 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     inner = triton.cdiv(width, 64) * 64 if packed else width
     h = torch.empty(pairs, inner, device=x.device, dtype=x.dtype)
     y = (torch.zeros if elsewhere else torch.empty)(pairs, size, device=x.device, dtype=torch.float32)
-    sizes = [block_sizes(block_m, parts, packed, down, x.dtype, tools.shared_bytes(x.device)) for down in (False, True)]
+    shared = tools.shared_bytes(x.device)
+    sizes = [
+        block_sizes(block_m, parts, packed, weight is down, x.dtype, weight.dtype, shared) for weight in (gate_up, down)
+    ]
     count, situ, capped = tiles.shape[1], beta is not None, linear_beta is not None
     betas = beta or 1.0, linear_beta or 1.0
     rows = 2 * inner if packed else width, size
@@ -518,11 +523,12 @@ def operand_of(dtype: torch.dtype):
 
 
 def block_sizes(
-    block_m: int, parts: int, packed: bool, down: bool, dtype: torch.dtype, shared: int
+    block_m: int, parts: int, packed: bool, down: bool, dtype: torch.dtype, weight_dtype: torch.dtype, shared: int
 ) -> tuple[int, int, int, int]:
     """Rows of weights, columns (words of packed ones) a step, warps, and steps in flight (measured on an H200).
 
-    Fewer steps in flight, then narrower ones, where a program has less than `shared` bytes of shared memory for them.
+    Fewer steps in flight, then narrower ones, where a program has less than `shared` bytes of shared memory for them:
+    on small GPUs, and where autocast brings half precision to float32 weights, which lie there as they are.
     """
     if dtype == torch.float32:
         return (128, 8, 4, 1) if packed else (32, 32, 4, 1)
@@ -535,7 +541,7 @@ def block_sizes(
         rows, columns, warps, stages = 64, 128, 4, 3
 
     def needed():
-        weights = rows * columns * 4.25 if packed else (1 if down else 2) * rows * columns * 2
+        weights = rows * columns * 4.25 if packed else (1 if down else 2) * rows * columns * weight_dtype.itemsize
         # Outside NVIDIA's products unpacked weights go through shared memory.
         unpacked = 0 if tools.USE_PTX or not packed else rows * columns * 16
         return max(1, stages - 1) * (parts * block_m * columns * (16 if packed else 2) + weights) + unpacked

@@ -29,7 +29,7 @@ def attend_in_blocks(
     Args:
         query: [B, H, T, D].
         latents: [B, S, R + P], S at least T; no padding among them.
-        expand: makes keys [B, H, n, D] and values [B, H, n, V] of latents [B, n, R + P], V at most D.
+        expand: makes keys [B, H, n, D] and values [B, H, n, V] of latents [B, n, R + P].
         scale: of the scores.
 
     Returns:
@@ -60,11 +60,12 @@ def _attention(query, key, value, causal: bool, scale: float):
     The operators behind `scaled_dot_product_attention`, which does not return the sum. They want one head size, on a
     GPU a multiple of 8.
     """
+    size = max(query.shape[-1], value.shape[-1])
     if query.device.type == "cpu":
-        tensors = query, key, _padded(value, query.shape[-1])
+        tensors = [_padded(x, size) for x in (query, key, value)]
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal, scale=scale)
     if query.is_cuda:
-        size = -(-query.shape[-1] // 8) * 8
+        size = -(-size // 8) * 8
         tensors = [_padded(x, size) for x in (query, key, value)]
         backends = getattr(torch.backends, query.device.type)
         case = backends.SDPAParams(*tensors, None, 0.0, causal, False)

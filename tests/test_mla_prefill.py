@@ -19,7 +19,7 @@ GPU_ONLY = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
      pytest.param(torch.float16, 2e-3, marks=GPU_ONLY)],
 )  # fmt: skip
 @pytest.mark.parametrize(("tokens", "keys"), [(1, 300), (40, 40), (100, 101), (33, 450), (260, 700)])
-@pytest.mark.parametrize(("size", "value_size"), [(24, 16), (20, 20)])
+@pytest.mark.parametrize(("size", "value_size"), [(24, 16), (20, 20), (12, 30)])
 def test_blocks_equal_all_keys_at_once(tokens, keys, size, value_size, dtype, bound, monkeypatch):
     """Against float64 on all keys, scores in the hundreds too; head sizes that fused kernels want padded."""
     monkeypatch.setattr(mla_prefill, "MIN_BLOCK", 128)

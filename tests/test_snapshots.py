@@ -113,7 +113,7 @@ def test_states_inside_a_forward(model, recording):
     model(prompt[:, :210], **{CACHE: cache})
     model(prompt[:, 210:], **{CACHE: cache})
     model(following, **{CACHE: cache})
-    for column in (1, 7, 64, 128, 192, 201, 230):
+    for column in (1, 7, 64, 128, 192, torch.tensor(201), 230):
         got = model(following, **{CACHE: cache.snapshot(column)}).logits
         expected = model(torch.cat([prompt[:, :column], following], dim=1)).logits[:, -5:]
         torch.testing.assert_close(got, expected, atol=5e-4, rtol=0)
@@ -134,8 +134,13 @@ def test_states_inside_a_forward(model, recording):
     with pytest.raises(ValueError, match="padding exports no states"):
         model(tokens(2, 80), attention_mask=mask, **{CACHE: cache})
     assert {layer.get_seq_length() for layer in cache.layers} == {held}
+    static = HybridCache(model.config, max_length=9)
     with pytest.raises(ValueError, match="static"):
-        HybridCache(model.config, max_length=9).keep_states([3])
+        static.keep_states([3])
+    model(tokens(2, 5), **{CACHE: static})
+    with pytest.raises(ValueError, match="static"):
+        static.snapshot(3)
+    assert static.snapshot(5).get_seq_length() == 5
 
 
 CONTINUE = """

@@ -82,15 +82,19 @@ CASES = [
     (mla_decode_triton.merge_kernel, 4, MERGE, {}),
 ]
 # The tiles of the experts that a GPU of this kind gets.
-for BM, PARTS, PACKED in ((16, 1, False), (128, 1, False), (64, 1, True), (64, 3, True)):
+for BM, PARTS, PACKED, STORED in (
+    (16, 1, False, torch.bfloat16), (128, 1, False, torch.bfloat16), (128, 1, False, torch.float32),
+    (64, 1, True, torch.int32), (64, 3, True, torch.int32),
+):
     if PACKED:
         KERNELS = experts_triton.packed_gate_up_kernel, experts_triton.packed_down_kernel
     else:
         KERNELS = experts_triton.gate_up_kernel, experts_triton.down_kernel
     for DOWN in (False, True):
-        BN, BK, WARPS, STEPS = experts_triton.block_sizes(BM, PARTS, PACKED, DOWN, torch.bfloat16, SHARED)
+        BN, BK, WARPS, STEPS = experts_triton.block_sizes(BM, PARTS, PACKED, DOWN, torch.bfloat16, STORED, SHARED)
         OPTIONS = dict(EXPERTS, BM=BM, PARTS=PARTS, BN=BN, BK=BK, BW=BK, STAGES=STEPS)
-        CASES.append((KERNELS[DOWN], WARPS, OPTIONS, BYTES if PACKED else dict(beta="fp32")))
+        FLOATS = dict(beta="fp32", weight="*fp32" if STORED == torch.float32 else "*bf16")
+        CASES.append((KERNELS[DOWN], WARPS, OPTIONS, BYTES if PACKED else FLOATS))
 for kernel, warps, options, types in CASES:
     constants = {name: value for name, value in {**COMMON, **options}.items()
                  if name in kernel.arg_names and value is not ...}
@@ -123,4 +127,4 @@ def test_every_kernel_compiles(target):
         [sys.executable, "-P", "-c", COMPILE, *target], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 35
+    assert len(done.stdout.splitlines()) == 37
