@@ -84,4 +84,4 @@ def test_a_backward_kernel_that_does_not_compile(monkeypatch):
         assert len(got) == len(expected) - ("out" not in which)
         if which == ("mixed", "out"):
             for a, b in zip(got, expected, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+                assert rms_ratio(a, b.double()) < 2e-5  # either is within 1e-5 of float64

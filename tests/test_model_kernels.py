@@ -84,14 +84,21 @@ def training_step(model, ids):
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def rounding_of(grads):
+    """Size of a gradient that is zero: the first mix over depth has one source, so its query and norm change nothing."""
+    return 1e-7 * torch.stack([grad.double().norm() for grad in grads.values()]).norm()
+
+
 def test_packed_training_step(folder, both_ways):
     model = load(folder, torch.float32)
     ids = random_ids(model, 1, LENGTH)
     (loss, grads), (expected_loss, expected_grads) = both_ways(lambda: training_step(model, ids))
     assert rms_ratio(loss, expected_loss) < 1e-4
     assert grads.keys() == expected_grads.keys()
+    rounding = rounding_of(expected_grads)
     for name, grad in grads.items():
-        assert rms_ratio(grad, expected_grads[name]) < 5e-4, name
+        expected = expected_grads[name]
+        assert (grad - expected).norm() < 5e-4 * expected.norm() + rounding, name
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU: bfloat16 products are wrong in the interpreter")
@@ -107,8 +114,10 @@ def test_bfloat16_is_as_near_to_float32_as_the_torch_path(data_dir, both_ways):
     assert rms_ratio(got, expected) < 1.3 * rms_ratio(torch_path, expected)
     _, expected_grads = training_step(truth, ids[:1])
     (_, grads), (_, torch_grads) = both_ways(lambda: training_step(model, ids[:1]))
+    rounding = rounding_of(expected_grads)
     for name, expected in expected_grads.items():
-        assert rms_ratio(grads[name], expected) < 1.5 * rms_ratio(torch_grads[name], expected) + 5e-3, name
+        off, torch_off = ((found[name].double() - expected).norm() for found in (grads, torch_grads))
+        assert off < 1.5 * torch_off + 5e-3 * expected.norm() + rounding, name
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
