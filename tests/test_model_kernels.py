@@ -85,7 +85,7 @@ def training_step(model, ids):
 
 
 def rounding_of(grads):
-    """Size of a gradient that is zero: the first mix over depth has one source, so its query and norm change nothing."""
+    """Size of a gradient that is zero: the first mix over depth has one source, whatever its query and norm."""
     return 1e-7 * torch.stack([grad.double().norm() for grad in grads.values()]).norm()
 
 
