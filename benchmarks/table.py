@@ -10,9 +10,9 @@ ROOT = Path(__file__).parent.parent
 HEAD = """# Performance, as measured
 
 Written by `python benchmarks/table.py` from `benchmarks/results/*.jsonl`; each line there holds the command, date,
-versions and machine of its case. Ours and the peer run in turn on the same machine; cases without a peer
-ran alone. On a CPU only the ratio means
-something.
+versions and machine of its case. Ours and the peer run in turn on the same machine; cases without a peer ran alone. On
+a CPU only the ratio means something. Decoding steps of the `slice` models: ours replays a captured graph, the peer runs
+step by step.
 
 | case | ours, ms | peer | peer, ms | faster | extra memory, ours / peer | roofline, ms | machine | date |
 |---|---|---|---|---|---|---|---|---|
