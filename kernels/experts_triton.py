@@ -7,7 +7,7 @@ the sum over a token's experts has a fixed order.
 
 Packed weights are read as words of 32 bits, 8 codes each. A product does not care about the order of its columns, so a
 word is taken apart the way that costs least: codes j and j + 4 lie 16 bits apart, as the two halves of a register of
-bfloat16 do, and together are one of four planes. The activations are laid out in the same order, plane after plane.
+bfloat16 do. The activations are laid out in the order that this gives the columns, in blocks of 64 (`unpacked_order`).
 """
 
 import torch
