@@ -218,7 +218,7 @@ def _planned(config, arguments: dict, group) -> dict:
     given = ids if embeds is None else embeds
     try:
         facts = {"refusal": None, **_part_facts(config, arguments, given)}
-    except ValueError as error:
+    except Exception as error:  # whatever it is, the others must not wait for this process
         facts = {"refusal": str(error)}
     plan = ContextPlan(_agree(facts, group), given.device, group)
     if plan.packed and is_flash_attention_requested(config):
@@ -296,15 +296,23 @@ class ContextPlan:
             for start, end in zip([0, *starts], [*starts, length], strict=True)
         ]  # fmt: skip
         self._goes_on = torch.tensor(goes_on[self.rank], device=device)
+        # for every row: how many of the last tokens of the part before are of the document that goes on here
+        before = everybody[self.rank - 1]
+        behind = [
+            (before["tokens"] - max(starts, default=0)) * on
+            for starts, on in zip(before["starts"], goes_on[self.rank], strict=True)
+        ]
+        self._behind = torch.tensor(behind, device=device)
         passes = [on and not starts for on, starts in zip(goes_on[self.rank], own, strict=True)]
         self._passes = torch.tensor(passes, device=device)
 
     def short_convs(self, inputs, weights, tails, cu_seqlens):
-        """As `short_conv.short_convs`, with the inputs of the part before in front of every row."""
+        """As `short_conv.short_convs`; in front of every row the inputs of its first document in the part before."""
         history = weights[0].shape[-1] - 1
         rows = [x.reshape(self.rows, self.parts[self.rank], -1) for x in inputs]
         before = _PartBefore.apply(torch.cat([x[:, -history:] for x in rows], dim=-1), self)
-        before = torch.where(self._goes_on[:, None, None], before, 0)
+        distance = torch.arange(history, 0, -1, device=before.device)
+        before = torch.where((distance <= self._behind[:, None])[..., None], before, 0)
         longer = [
             torch.cat([old, x], dim=1)
             for old, x in zip(before.split([x.shape[-1] for x in rows], dim=-1), rows, strict=True)

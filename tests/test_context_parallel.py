@@ -34,6 +34,9 @@ def documents(*rows):
 # One over the cut, one that ends with the first part, a row without any.
 PACKED = documents((40, 70, 41), (76, 75))
 UNEVEN = documents((LENGTH,), (3, 110, 38))
+# Documents of which the part before holds fewer tokens than a convolution reads.
+SHORT = documents((75, 76), (74, 2, 75))
+SHORTER = documents((74, 77), (73, 1, 1, 76))
 
 
 def load(folder, dtype=torch.float32, attention="sdpa"):
@@ -109,7 +112,7 @@ def bytes_on_the_wire(data_dir):
 
 def logits_and_gradients(data_dir):
     model = load(data_dir / "k3_tiny_mxfp4", torch.float64).train()
-    for more in ({}, {"position_ids": PACKED}, {"position_ids": UNEVEN}):
+    for more in ({}, *({"position_ids": each} for each in (PACKED, UNEVEN, SHORT, SHORTER))):
         assert_as_one(model, 1e-9, **more)
     model.gradient_checkpointing_enable()
     assert_as_one(model, 1e-9, position_ids=PACKED)
@@ -170,6 +173,7 @@ def refusals(rank, data_dir):
     padded[0, 0] = 0
     cases = (
         ({"attention_mask": padded}, "process 1 .*padding"),
+        ({"attention_mask": [[1] * 70]}, "process 1 .*no attribute"),
         ({"past_key_values": cached}, "process 1 .*gather_cache"),
         ({"cu_seq_lens_q": torch.tensor([0, 70])}, "process 1 .*position_ids"),
         ({"output_attentions": True}, "process 1 .*output_attentions"),
