@@ -214,7 +214,8 @@ class QKClip:
         q_nope, k_nope *= sqrt(gamma)        q_rope *= gamma        (the shared k_rope belongs to all heads)
 
     Measuring costs one more product of queries and keys a training forward. Recomputation under gradient checkpointing,
-    evaluation and forwards that go on from a cache are not measured.
+    evaluation and forwards that go on from a cache are not measured; training forwards inside `context_parallel` and
+    weights that are cut over processes are refused (ValueError).
 
     Args:
         model: a Kimi K3 model, or anything that holds one.
@@ -256,6 +257,8 @@ class QKClip:
             recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass
             # a forward that goes on from a cache has keys of earlier tokens, or folds them into the query
             whole = "key_value" in seen and seen["key_value"].shape[1] == seen["query"].shape[1]
+            if module.training and kwargs.get("context") is not None:
+                raise ValueError("QK-clip measures whole rows, and these are cut over processes (context_parallel)")
             if module.training and whole and not recomputing:
                 sequence = _sequences(kwargs.get("layout"), args[0].shape[:2], seen["query"].shape[:2])
                 largest = self._largest_logits(module, **seen, sequence=sequence)

@@ -2,7 +2,7 @@
 
     python training/corpus.py --out .data                            # the text
     python training/tokenizer.py --data .data                        # the tokenizer
-    python training/train_small.py --data .data --out checkpoints/small --time-limit 420
+    python training/train_small.py --data .data --out checkpoints/small --time-limit 370
 
 What happens in a run:
 
