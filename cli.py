@@ -244,7 +244,13 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--gradient-checkpointing", action="store_true", help="recompute layers in backward: less memory"
     )
     parser.add_argument("--save-every", type=at_least_one, default=100, metavar="N", help="steps (default: 100)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
+    parser.add_argument(
+        "--seed",
+        type=number(int, lambda s: 0 <= s < 2**32, "must be a whole number of at least 0, below 2^32"),
+        default=0,
+        metavar="S",
+        help="default: %(default)s",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
 
 
@@ -255,6 +261,8 @@ def run_train(args: argparse.Namespace) -> None:
         from .training.text_run import TextRun, TextTraining
     except ModuleNotFoundError as error:
         raise UsageError(f"training needs {error.name}: pip install 'kimi-k3[train]'") from error
+    if args.out.exists() and not args.out.is_dir():
+        raise UsageError(f"--out {args.out} is a file: name a folder for the run")
     device = choose_device(args.device)
     config = read_config(args.model)
     limit = config.max_position_embeddings

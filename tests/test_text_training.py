@@ -337,6 +337,29 @@ def test_a_loss_that_is_not_finite_loses_no_state(checkpoint, data, tmp_path, ca
     assert len(losses(tmp_path / "run")) == 6
 
 
+def test_a_run_that_meets_a_long_document_goes_on_when_it_may_be_cut(checkpoint, tmp_path, capsys):
+    file, run = tmp_path / "text.jsonl", tmp_path / "run"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, "x" * 100]))
+    argv = arguments(checkpoint, file, run, "--steps", "8", "--save-every", "1")
+    assert "cut long documents with --split-long" in refusal(capsys, *argv)
+    before = losses(run)
+    assert 0 < len(before) < 8
+    assert cli.main([*argv, "--split-long"]) == 0
+    assert losses(run)[: len(before)] == before and len(losses(run)) == 8
+    assert "split_long was True, is False" in refusal(capsys, *argv)
+
+
+def test_a_damaged_state_or_a_file_for_a_folder_is_one_sentence(checkpoint, data, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "state.pt").write_text("not a state")
+    argv = arguments(checkpoint, data / "text.jsonl", tmp_path / "run", "--steps", "2")
+    assert "state.pt is damaged: remove it" in refusal(capsys, *argv)
+    argv = arguments(checkpoint, data / "text.jsonl", tmp_path / "run" / "state.pt", "--steps", "2")
+    assert "is a file: name a folder" in refusal(capsys, *argv)
+    with pytest.raises(SystemExit):
+        cli.main([*argv, "--seed", "-5"])
+
+
 def test_a_run_of_other_settings_is_not_continued(finished, checkpoint, data, capsys):
     argv = arguments(checkpoint, data / "text.jsonl", finished, "--steps", "40", "--from-scratch")
     assert "steps was 30, is 40" in refusal(capsys, *argv)

@@ -31,7 +31,7 @@ MAX_GRAD_NORM = 1.0
 
 @dataclasses.dataclass
 class TextRun:
-    """What a run is made of; a run can only be continued with the same values.
+    """What a run is made of; a run can only be continued with the same values, or with `split_long` added.
 
     Attributes:
         files: the training data (see `PackedRows`).
@@ -155,8 +155,13 @@ class TextTraining:
         os.replace(new, self.state_file)
 
     def _load(self):
-        state = torch.load(self.state_file, map_location=self.model.device, weights_only=True)
+        try:
+            state = torch.load(self.state_file, map_location=self.model.device, weights_only=True)
+        except Exception as error:  # torch raises many kinds for a file that is not what it wrote
+            raise DataError(f"{self.state_file} is damaged: remove it to start the run again") from error
         before, now = state["run"], dataclasses.asdict(self.run)
+        if self.run.split_long:  # a run that stopped at a long document may go on: it has met none before
+            before["split_long"] = True
         changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
         if changed:
             raise DataError(f"{self.folder} holds a run of other settings ({'; '.join(changed)}): choose a new folder")
