@@ -16,10 +16,8 @@ import datetime
 import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -30,7 +28,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent))
 from generate import K3
 from kda import facts, record
-from parallel import decode_ms, formula, options_of, prefill_ms, random_model
+from parallel import decode_ms, formula, options_of, prefill_ms, random_model, timed_ms
 
 from kimi_k3 import KimiK3TextConfig
 from kimi_k3.context_parallel import bytes_sent, context_parallel, shard
@@ -66,44 +64,6 @@ class Sizes:
     def _config(values, tiny):
         heads = {"linear_attn_config": {**values["linear_attn_config"], "head_dim": 16, "num_heads": 4}}
         return KimiK3TextConfig.from_dict({**values, **TINY, **heads} if tiny else dict(values))
-
-
-class Counted(Wire):
-    """`Wire` with what FSDP2 and the agreement between processes use."""
-
-    @staticmethod
-    def _bytes(name, args):
-        if name == "allgather":  # of a few numbers, before a forward
-            return 0
-        if name == "reduce_scatter_base":
-            return args[1].nbytes * (dist.get_world_size() - 1) / dist.get_world_size()
-        return Wire._bytes(name, args)
-
-
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def together() -> bool:
-    return dist.is_initialized()
-
-
-def timed_ms(function, device, repeats: int, warmup: int = 1) -> float:
-    """Median milliseconds of a call; of the slowest process where several work together."""
-    times = []
-    for _ in range(warmup + repeats):
-        if together():
-            dist.barrier()
-        synchronize(device)
-        start = time.perf_counter()
-        function()
-        synchronize(device)
-        times.append(1000 * (time.perf_counter() - start))
-    slowest = torch.tensor(statistics.median(times[warmup:]), device=device)
-    if together():
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
 
 
 def free(device):
@@ -158,10 +118,10 @@ def training_ms(model, sizes, device, count=False):
     for _ in range(2):
         train_step(model, optimizer, sizes, device)
     if count:
-        with Counted() as counted:
+        with Wire() as counted:
             train_step(model, optimizer, sizes, device)
         sent = counted.total
-    return timed_ms(lambda: train_step(model, optimizer, sizes, device), device, sizes.steps), sent
+    return timed_ms(lambda: train_step(model, optimizer, sizes, device), device, sizes.steps, warmup=1), sent
 
 
 def small_model(sizes, device):
@@ -187,7 +147,7 @@ def alone(sizes, device, wanted, rank) -> dict:
 def context_case(sizes, device, one):
     model, ids = random_model(sizes.slice, None, device), prompt(sizes, device)
     world, rank = dist.get_world_size(), dist.get_rank()
-    with Counted() as counted:
+    with Wire() as counted:
         logits = long_prefill(model, ids, False).float()
     last = logits.clone()
     dist.broadcast(last, world - 1)
@@ -204,7 +164,7 @@ def cut_case(sizes, device, one, experts):
     options = options_of(world, world if experts else 1, 1, "all_to_all")
     model = random_model(sizes.slice, options, device)
     ids = torch.randint(3, 100, (1, sizes.prefill), device=device, generator=torch.Generator(device).manual_seed(0))
-    with Counted() as counted, torch.no_grad():
+    with Wire() as counted, torch.no_grad():
         model(ids, use_cache=False, logits_to_keep=1)
     least = formula(model.config, options, sizes.prefill, 2)
     name, extra = f"k3 slice {'experts' if experts else 'tensor'}={world}", {"options": options, "by": counted.sent}

@@ -5,7 +5,7 @@
     python benchmarks/parallel.py --tokens 8192 --batch 16    # on one device
 
 Without FOLDER the weights are random: Kimi K3's width, 4 layers, 64 experts, bfloat16 or with --packed MXFP4 experts.
-Times are medians on the first process; decoding runs on a static cache, captured where the device has graphs.
+Times are medians of the slowest process; decoding runs on a static cache, captured where the device has graphs.
 """
 
 import argparse
@@ -78,9 +78,10 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize()
 
 
-def median_ms(function, device: torch.device, repeats: int) -> float:
+def timed_ms(function, device: torch.device, repeats: int, warmup: int = WARMUP) -> float:
+    """Median milliseconds of a call; of the slowest process where several work together."""
     times = []
-    for _ in range(WARMUP + repeats):
+    for _ in range(warmup + repeats):
         if dist.is_initialized():
             dist.barrier()
         synchronize(device)
@@ -88,13 +89,16 @@ def median_ms(function, device: torch.device, repeats: int) -> float:
         function()
         synchronize(device)
         times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times[WARMUP:])
+    slowest = torch.tensor(statistics.median(times[warmup:]), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
 
 
 @torch.no_grad()
 def prefill_ms(model: nn.Module, tokens: int, repeats: int = 5) -> float:
     ids = torch.randint(3, 100, (1, tokens), device=model.device, generator=seeded(model.device))
-    return median_ms(lambda: model(ids, use_cache=False, logits_to_keep=1), model.device, repeats)
+    return timed_ms(lambda: model(ids, use_cache=False, logits_to_keep=1), model.device, repeats)
 
 
 @torch.no_grad()
@@ -103,7 +107,7 @@ def decode_ms(model: nn.Module, batch: int, context: int = 1024, steps: int = 24
     cache = HybridCache(model.config, max_length=context + steps + WARMUP)
     model(ids, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
     forward, token = CapturedForward(model) if can_capture(model) else model, ids[:, :1].contiguous()
-    return median_ms(lambda: forward(input_ids=token, use_cache=True, **{CACHE_ARGUMENT: cache}), model.device, steps)
+    return timed_ms(lambda: forward(input_ids=token, use_cache=True, **{CACHE_ARGUMENT: cache}), model.device, steps)
 
 
 def seeded(device: torch.device) -> torch.Generator:

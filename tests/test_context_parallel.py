@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import kimi_k3
-from kimi_k3 import context_parallel as module
-from kimi_k3.context_parallel import context_parallel, gather_cache, prefill, shard
+from kimi_k3.context_parallel import bytes_sent, context_parallel, gather_cache, prefill, shard
 from kimi_k3.training import QKClip, QuantileBalancer
+from kimi_k3.training.wire import Wire
 
 LENGTH = 151  # the parts have 76 and 75 tokens
 DIED = 7
@@ -72,42 +72,17 @@ def assert_as_one(model, bound, rows=2, **more):
             assert error < bound * max(1, expected[name].abs().max()), (name, error)
 
 
-class Counted:
-    """Bytes that this process sends inside, by the collectives of `context_parallel` taken as rings."""
-
-    def __enter__(self):
-        self.sent, self.kept = 0, (module._all_gather_tensor, module._reduce_scatter_tensor, dist.all_to_all_single)
-        others, rank = dist.get_world_size() - 1, dist.get_rank()
-
-        def gather(out, x, group):
-            self.sent += others * x.nbytes
-            return self.kept[0](out, x, group=group)
-
-        def scatter(out, x, group):
-            self.sent += others * out.nbytes
-            return self.kept[1](out, x, group=group)
-
-        def exchange(out, x, received, sent, group):
-            self.sent += (x.numel() - sent[rank]) * x.element_size()
-            return self.kept[2](out, x, received, sent, group=group)
-
-        module._all_gather_tensor, module._reduce_scatter_tensor, dist.all_to_all_single = gather, scatter, exchange
-        return self
-
-    def __exit__(self, *error):
-        module._all_gather_tensor, module._reduce_scatter_tensor, dist.all_to_all_single = self.kept
-
-
 def bytes_on_the_wire(data_dir):
     model, world, rank = load(data_dir / "k3_tiny_mxfp4").train(), dist.get_world_size(), dist.get_rank()
     part = shard({"input_ids": ids(), "labels": ids()})
     parts = [x.shape[1] for x in ids().tensor_split(world, dim=1)]
-    with Counted() as forward, context_parallel(model):
+    with Wire() as forward, context_parallel(model):
         loss = model(**part, use_cache=False).loss
-    with Counted() as backward:
+    with Wire() as backward:
         loss.backward()
-    assert (forward.sent, backward.sent) == module.bytes_sent(model.config, parts, rank, 2, 4)
-    assert forward.sent > 0 < backward.sent
+    expected = bytes_sent(model.config, parts, rank, 2, 4)
+    assert (forward.total, backward.total) == pytest.approx(expected, rel=1e-12)
+    assert forward.total > 0 < backward.total
 
 
 def logits_and_gradients(data_dir):

@@ -15,7 +15,10 @@ FLOAT32_BYTES = 4
 
 
 class Wire(TorchDispatchMode):
-    """Inside `with Wire() as wire`, `wire.sent` counts bytes by operation; backward passes on the CPU included."""
+    """Inside `with Wire() as wire`, `wire.sent` counts bytes by operation; backward passes on the CPU included.
+
+    Among all processes; what they tell one another as objects (`all_gather_object`) is not counted.
+    """
 
     def __init__(self):
         super().__init__()
@@ -44,13 +47,15 @@ class Wire(TorchDispatchMode):
             return (ranks - 1) * first.nbytes
         if name in ("allgather_base", "reduce_scatter_tensor"):  # the whole
             return others * first.nbytes
+        if name == "reduce_scatter_base":
+            return others * args[1].nbytes
         if name == "all_to_all_single":
             rows, splits = first, args[2]
         elif name == "alltoall_base":
             rows, splits = args[1], args[4]
         elif name == "send" or (name == "broadcast" and args[2] == dist.get_rank()):
             return first.nbytes
-        elif name in ("wait_tensor", "wrap_tensor_autograd", "recv", "broadcast", "barrier"):
+        elif name in ("wait_tensor", "wrap_tensor_autograd", "recv", "broadcast", "barrier", "allgather"):
             return 0
         else:
             raise NotImplementedError(f"no rule for what {name} sends")
