@@ -267,8 +267,7 @@ def test_a_forward_that_is_not_finite_is_left_to_the_loss():
 
 
 def test_two_processes_equal_one(tmp_path):
-    processes = [subprocess.Popen([sys.executable, "-P", __file__, str(rank), str(tmp_path)]) for rank in range(2)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    subprocess.run([sys.executable, "-P", __file__, str(tmp_path)], check=True, timeout=120)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
     model = build(skew=0.03)
@@ -327,4 +326,10 @@ def test_with_the_trainer(tmp_path):
 
 
 if __name__ == "__main__":
-    one_of_two_processes(int(sys.argv[1]), sys.argv[2])
+    fork = torch.multiprocessing.get_context("fork")  # what is imported is there already
+    started = [fork.Process(target=one_of_two_processes, args=(rank, sys.argv[1])) for rank in range(2)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0, 0]
