@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
-from transformers import AutoModelForCausalLM, modeling_flash_attention_utils
+from transformers import AutoModelForCausalLM, masking_utils, modeling_flash_attention_utils
 from transformers.integrations import flex_attention as flex_integration
 
 from kimi_k3 import CACHE_ARGUMENT as CACHE
@@ -95,8 +95,10 @@ def needs_compiler():
 
 @pytest.fixture
 def flex(model, monkeypatch):
-    needs_compiler()
+    """Neither the kernel nor its masks are compiled, which takes seconds a shape: one test below compiles both."""
     monkeypatch.setattr(flex_integration, "WrappedFlexAttention", lambda training: lambda: flex_attention)
+    compiled = masking_utils.create_block_mask
+    monkeypatch.setattr(masking_utils, "create_block_mask", lambda **given: compiled(**given | {"_compile": False}))
     model.set_attn_implementation("flex_attention")
     yield
     model.set_attn_implementation("sdpa")
