@@ -443,15 +443,18 @@ def test_disk_offload(data_dir, tmp_path, dequantize):
 
 
 @pytest.mark.parametrize(
-    "folder, dequantize",
-    [("k3_dense_flat", False), ("k3_tiny_mxfp4", False), ("k3_tiny_mxfp4", True), ("kimi_linear_flat", False)],
-    ids=["dense", "packed experts", "float experts", "kimi_linear"],
+    "folder, layers",
+    [("k3_dense_flat", 5), ("k3_tiny_mxfp4", 4), ("kimi_linear_flat", 4)],
+    ids=["dense", "packed experts", "kimi_linear"],
 )
 @torch.no_grad()
-def test_compiles_as_one_graph(data_dir, folder, dequantize):
-    """Without a graph break, experts included; the logits are those of the uncompiled model."""
-    settings = {"dtype": torch.float32, "dequantize": dequantize}
-    model = KimiK3ForCausalLM.from_pretrained(data_dir / folder, **settings)
+def test_compiles_as_one_graph(data_dir, folder, layers):
+    """Without a graph break, packed experts included; the logits are those of the uncompiled model.
+
+    Tracing takes as long as there are layers: these have every kind of them and a border of blocks of the depth mix.
+    """
+    model = KimiK3ForCausalLM.from_pretrained(data_dir / folder, dtype=torch.float32)
+    model.model.layers = model.model.layers[:layers]
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     ids = tokens(2, 70)
@@ -459,17 +462,23 @@ def test_compiles_as_one_graph(data_dir, folder, dequantize):
 
 
 def test_a_compiled_model_trains(float_model):
-    """Gradients of a compiled MoE model are those of the uncompiled one; the selection bias gets none."""
-    model, ids = float_model.train(), tokens(2, 40)
+    """One graph with float experts: logits and gradients are the uncompiled ones; the selection bias gets none."""
+    model, ids = float_model.train(), tokens(2, 70)
+    model.model.layers = model.model.layers[:4]  # as above
 
     def gradients(forward):
         model.zero_grad()
-        forward(ids, labels=ids, use_cache=False).loss.backward()
+        output = forward(ids, labels=ids, use_cache=False)
+        output.loss.backward()
+        logits.append(output.logits.detach())
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    logits = []
 
     torch._dynamo.reset()
     plain = gradients(model)
     compiled = gradients(torch.compile(model, fullgraph=True, backend="eager"))
+    torch.testing.assert_close(*logits, **CLOSE)
     assert compiled.keys() == plain.keys()
     for name, gradient in plain.items():
         torch.testing.assert_close(compiled[name], gradient, atol=1e-5, rtol=1e-3)

@@ -132,12 +132,6 @@ def test_a_second_adapter_has_the_same_targets(packed):
     assert lora_targets(adapter, router=True) == lora_targets(packed, router=True) == before
 
 
-def test_without_peft_the_extra_is_named():
-    code = "import sys; sys.modules['peft'] = None; from kimi_k3.training import muon_groups, lora_targets"
-    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    assert run.stderr.strip().endswith("ImportError: lora_targets needs peft: pip install 'kimi-k3[train]'")
-
-
 # --- the layer -------------------------------------------------------------------------------------------------------
 
 
@@ -402,8 +396,16 @@ def test_an_update_that_is_not_finite_leaves_the_weights_alone(model):
         assert not layer.merged and layer._unmerged is None
 
 
-RELOAD = """
+FRESH = """
 import sys, torch
+sys.modules["peft"] = None
+try:
+    from kimi_k3.training import muon_groups, lora_targets
+except ImportError as error:
+    assert str(error) == "lora_targets needs peft: pip install 'kimi-k3[train]'", error
+else:
+    raise AssertionError("imported without peft")
+del sys.modules["peft"]
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 import kimi_k3.training.lora
@@ -416,11 +418,12 @@ with torch.no_grad():
 """
 
 
-def test_save_and_reload_in_a_fresh_process(packed, data_dir, tmp_path):
+def test_a_fresh_process_reloads_and_without_peft_names_the_extra(packed, data_dir, tmp_path):
+    """One process for both: it imports for seconds."""
     adapter = adapted(packed)
     adapter.save_pretrained(tmp_path)
     arguments = [str(data_dir / "k3_tiny_mxfp4"), str(tmp_path), str(tmp_path / "logits.pt")]
-    subprocess.run([sys.executable, "-P", "-c", RELOAD, *arguments], check=True)
+    subprocess.run([sys.executable, "-P", "-c", FRESH, *arguments], check=True)
     assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(adapter))
 
 
