@@ -150,6 +150,7 @@ def chosen_loads(model, ids):
     return torch.stack([loads.max() / loads.mean() for loads in worst])
 
 
+@pytest.mark.one_release
 def test_a_skewed_router_is_balanced_and_the_load_reported():
     model = build(skew=0.03)
     ids = tokens(32, 64)
@@ -266,6 +267,7 @@ def test_a_forward_that_is_not_finite_is_left_to_the_loss():
     assert biases(model).isfinite().all()
 
 
+@pytest.mark.one_release
 def test_two_processes_equal_one(tmp_path):
     subprocess.run([sys.executable, "-P", __file__, str(tmp_path)], check=True, timeout=120)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))

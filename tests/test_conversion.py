@@ -75,6 +75,7 @@ def convert_chain(source, tmp_path, *targets):
 # --- round trips -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize(
     "folder, one, other",
     [(folder, *pair) for folder, forms in FORMS_OF.items() for pair in itertools.permutations(forms, 2)],
@@ -103,6 +104,7 @@ def test_files_beside_the_weights_go_along(data_dir, tmp_path):
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", WEIGHTS} <= names
 
 
+@pytest.mark.one_release
 def test_two_workers_and_eight_write_the_same(data_dir, tmp_path):
     for workers in (1, 2, 8):
         convert(data_dir / "k3_tiny_mxfp4", tmp_path / str(workers), Target(expert_dtype="bf16"), workers=workers)
@@ -276,6 +278,7 @@ def fill_adversarially(weights):
         weights[name] = raw.view(tensor.dtype).view(tensor.shape)
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize(
     "folder, through",
     [
@@ -312,6 +315,7 @@ def test_subnormal_numbers_and_minus_zero_survive_a_wider_format(variant, tmp_pa
     assert verify(source, tmp_path / "step0", logits=False).same
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("form", ["bf16", "fp32"])
 def test_every_scale_that_can_be_decoded_keeps_its_values(form, variant, tmp_path):
     """Scale bytes 0 to 252 with any codes: other bytes may come back (the largest code decides), never other values."""
@@ -382,6 +386,7 @@ def test_every_golden_byte_comes_back(data_dir):
         assert torch.equal(again, packed) and torch.equal(scale_again, scale), name
 
 
+@pytest.mark.one_release
 def test_rounding_is_reported_for_each_tensor(data_dir, tmp_path):
     """RMS and largest error against float64, and none where nothing is rounded."""
     convert(data_dir / "kimi_linear_flat", tmp_path / "packed", Target(expert_dtype="mxfp4"))
@@ -403,6 +408,7 @@ def test_rounding_is_reported_for_each_tensor(data_dir, tmp_path):
     assert not any(info.values()) and model.config.expert_quantization is not None
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("byte, code", [(255, 1), (254, 4), (253, 6)])
 def test_scales_beyond_floating_point_are_refused_by_name(byte, code, variant, tmp_path):
     def edit(weights):
@@ -429,6 +435,7 @@ def test_what_mxfp4_cannot_hold_is_refused_by_name(value, variant, tmp_path):
 # --- parts of a model ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_fewer_layers_and_experts(data_dir, tmp_path):
     """The pattern and the blocks stay; the small model is the beginning of the large one."""
@@ -570,6 +577,7 @@ def test_inspect_names_what_is_missing_foreign_or_misshapen(variant):
     assert inventory.misshapen == ["lm_head.weight has shape [3, 64], the configuration asks for [160, 64]"]
 
 
+@pytest.mark.one_release
 def test_inspect_of_the_released_model_from_its_index(released_table, data_dir, tmp_path):
     """497,220 names, no shard: 1,560,860,324,864 bytes and 2,779,931,837,184 parameters."""
     shutil.copyfile(data_dir / "config_kimi_k3.json", tmp_path / "config.json")

@@ -20,6 +20,8 @@ from kimi_k3.conversion import ConversionError, Target, convert
 from kimi_k3.conversion import run as run_module
 from kimi_k3.conversion.inventory import take_inventory
 
+pytestmark = pytest.mark.one_release
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MANY = Target(layout="native", expert_dtype="fp32", shard_size=40_000)
 

@@ -9,6 +9,8 @@ import torch
 
 from kimi_k3.kernels import dispatch, kda, kda_step, norms, short_conv, situ
 
+pytestmark = pytest.mark.one_release
+
 REALLY = dispatch._device_refusal
 
 

@@ -155,6 +155,7 @@ def test_one_forward_reads_what_the_questions_share_and_none_more_than_a_chunk(r
     assert rows_at_once(None, 1024) == 32 and rows_at_once(None, 2**20) == 1 and rows_at_once(3, 2**20) == 3
 
 
+@pytest.mark.one_release
 def test_scores_are_equal_at_any_batch_and_the_file_too(tmp_path):
     """Fault 31: the trained checkpoint, so that answers are right and wrong ones."""
     tokens = Tokens(AutoTokenizer.from_pretrained(SMALL))
@@ -170,6 +171,7 @@ def test_scores_are_equal_at_any_batch_and_the_file_too(tmp_path):
     assert scores["fact"] == 1 and 0 < scores["multivalue"] < 1
 
 
+@pytest.mark.one_release
 def test_a_random_model_is_at_chance(random_model, tmp_path):
     lines = evaluate(
         ModelReader(random_model, LETTERS, batch=16), LETTERS, NOISE, Plan(tuple(TASKS), (2048,), 2, 1), tmp_path
@@ -199,6 +201,7 @@ def uninterrupted(tmp_path_factory):
     return folder
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("calls", [0, 1, 3, 6])
 def test_a_killed_run_continues_byte_for_byte(calls, uninterrupted, tmp_path):
     with pytest.raises(KeyboardInterrupt):
@@ -209,6 +212,7 @@ def test_a_killed_run_continues_byte_for_byte(calls, uninterrupted, tmp_path):
     assert results(tmp_path) == results(uninterrupted)
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.52, 0.9])
 def test_a_kill_in_the_middle_of_a_line_or_of_a_text(share, uninterrupted, tmp_path):
     whole = results(uninterrupted)

@@ -11,6 +11,8 @@ from kimi_k3.eval.cost import FULL, HYBRID, CostPlan, _static, full_attention, m
 from kimi_k3.eval.memory import PeakMemory
 from kimi_k3.eval.run import write_memory
 
+pytestmark = pytest.mark.one_release
+
 PLAN = CostPlan((96, 192), rows=2, steps=2, chunk=64)
 
 

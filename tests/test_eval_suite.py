@@ -18,6 +18,8 @@ from kimi_k3.eval.sizing import TooShort
 from kimi_k3.eval.suite import TASKS, Unit
 from kimi_k3.eval.words import NOUNS
 
+pytestmark = pytest.mark.one_release
+
 SMALL = Path(kimi_k3.__file__).parent / "checkpoints" / "small"
 
 

@@ -8,6 +8,9 @@ from kimi_k3.kernels import dispatch, experts, mxfp4, situ
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 experts_triton = pytest.importorskip("kimi_k3.kernels.experts_triton")
+
+pytestmark = pytest.mark.one_release
+
 decode_words, powers = experts_triton.decode_words, experts_triton.powers
 
 ON_GPU = torch.cuda.is_available()

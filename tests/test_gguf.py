@@ -26,7 +26,10 @@ from kimi_k3.conversion import Target, convert
 from kimi_k3.kernels.mxfp4 import dequantize_mxfp4
 
 LLAMA_CPP = os.environ.get("KIMI_K3_LLAMA_CPP", "")
-pytestmark = pytest.mark.skipif(not LLAMA_CPP, reason="KIMI_K3_LLAMA_CPP does not name llama.cpp's source folder")
+pytestmark = [
+    pytest.mark.one_release,
+    pytest.mark.skipif(not LLAMA_CPP, reason="KIMI_K3_LLAMA_CPP does not name llama.cpp's source folder"),
+]
 
 # The converter recognises a pre-tokenizer by a hash of what it does to a text; this answers for ours.
 CONVERTER = """

@@ -11,6 +11,8 @@ from kimi_k3.kernels import mxfp4
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.one_release
+
 WORD, ALL = 0xFFFFFFFF, range(32)
 
 

@@ -7,6 +7,8 @@ import torch
 
 from kimi_k3.kernels import kda
 
+pytestmark = pytest.mark.one_release
+
 CHUNK = kda.CHUNK
 
 

@@ -13,6 +13,8 @@ triton = pytest.importorskip("triton")
 tools = pytest.importorskip("kimi_k3.kernels.triton_tools")
 kernels = pytest.importorskip("kimi_k3.kernels.mla_decode_triton")
 
+pytestmark = pytest.mark.one_release
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -8,6 +8,8 @@ from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache
 from kimi_k3.kernels import mla_prefill
 
+pytestmark = pytest.mark.one_release
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 GPU_ONLY = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -7,6 +7,8 @@ from kimi_k3.kernels import dispatch, norms
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.one_release
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 PRECISIONS = [

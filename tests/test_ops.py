@@ -6,6 +6,8 @@ import torch.nn.functional as F
 
 from kimi_k3.kernels import attn_res, experts, mxfp4, short_conv, situ
 
+pytestmark = pytest.mark.one_release
+
 
 def conv_oracle(x, weight):
     """One sequence [T, P] by torch's own convolution."""

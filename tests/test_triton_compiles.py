@@ -8,6 +8,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.one_release
+
+
 # In a process of its own, where Triton is not in its interpreter.
 COMPILE = """
 import sys
