@@ -129,72 +129,99 @@ def assert_complete(folder: Path, folder_name: str):
 # --- folders with our files
 
 
-@pytest.mark.parametrize("folder_name", CASES)
-def test_folder_with_our_files_needs_nothing_else(folder_name, data_dir, tmp_path, fresh_python):
+def test_folder_with_our_files_needs_nothing_else(data_dir, tmp_path, fresh_python):
     """Faults 27, 28, 83: load with trust_remote_code, save, delete the source, reload in a fresh offline process.
 
     Faults 14, 16, 24: without fla, flash-attn, einops, triton, compressed-tensors; sdpa and eager agree.
     """
-    data = data_dir / folder_name
-    source = with_code(data, tmp_path / "source", auto_map=CASES[folder_name])
+    folders = {}
+    for name in CASES:
+        source = with_code(data_dir / name, tmp_path / "source" / name, auto_map=CASES[name])
+        folders[name] = [str(path) for path in (source, data_dir / name, tmp_path / "saved" / name)]
     first = fresh_python(
         """
-        folder, data, target = (arguments[name] for name in ("folder", "data", "target"))
-        found = [origin(AutoConfig.from_pretrained(folder, trust_remote_code=True))]
-        for auto in (AutoModel, AutoModelForCausalLM):
-            model = auto.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-            found.append(origin(model))
-        right = against_golden(model, data)
-        ids = load_file(data + "/golden.safetensors")["input_ids"]
-        with torch.no_grad():
-            sdpa = model(ids).logits
-            model.set_attn_implementation("eager")
-            eager = model(ids).logits
-        agree = (sdpa - eager).abs().max().item() < 5e-4
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-        try:
-            model.save_pretrained(target + "-pushed", push_to_hub=True)
-            refused = ""
-        except ValueError as error:
-            refused = str(error)
-        model.save_pretrained(target)
-        print(json.dumps([found, right, agree, refused]))
+        result = {}
+        for name, (folder, data, target) in arguments["folders"].items():
+            found = [origin(AutoConfig.from_pretrained(folder, trust_remote_code=True))]
+            for auto in (AutoModel, AutoModelForCausalLM):
+                model = auto.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+                found.append(origin(model))
+            right = against_golden(model, data)
+            ids = load_file(data + "/golden.safetensors")["input_ids"]
+            with torch.no_grad():
+                sdpa = model(ids).logits
+                model.set_attn_implementation("eager")
+                eager = model(ids).logits
+            agree = (sdpa - eager).abs().max().item() < 5e-4
+            model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+            try:
+                model.save_pretrained(target + "-pushed", push_to_hub=True)
+                refused = ""
+            except ValueError as error:
+                refused = str(error)
+            model.save_pretrained(target)
+            result[name] = [found, right, agree, refused]
+        print(json.dumps(result))
         """,
-        folder=source,
-        data=data,
-        target=tmp_path / "saved",
+        folders=folders,
     )
-    shutil.rmtree(source)
-    found, right, agree, refused = first
-    names = [CASES[folder_name][auto].split(".")[1] for auto in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")]
-    assert found == [["transformers_modules", name] for name in names]
-    assert right and agree
-    assert "use model.push_to_hub(repo_id)" in refused and not (tmp_path / "saved-pushed").exists()
-    assert_complete(tmp_path / "saved", folder_name)
-    assert (tmp_path / "saved" / "model.safetensors").stat().st_size > 0
+    shutil.rmtree(tmp_path / "source")
+    for name, (found, right, agree, refused) in first.items():
+        classes = [CASES[name][auto].split(".")[1] for auto in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")]
+        assert found == [["transformers_modules", class_name] for class_name in classes]
+        assert right and agree
+        assert "use model.push_to_hub(repo_id)" in refused and not (tmp_path / "saved" / f"{name}-pushed").exists()
+        assert_complete(tmp_path / "saved" / name, name)
+        assert (tmp_path / "saved" / name / "model.safetensors").stat().st_size > 0
+        folders[name] = [str(path) for path in (tmp_path / "saved" / name, data_dir / name, tmp_path / "again" / name)]
 
-    again, module_files = fresh_python(
+    again = fresh_python(
         """
-        folder, data, target = (arguments[name] for name in ("folder", "data", "target"))
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-        right = against_golden(model, data)
-        model.save_pretrained(target)
         from pathlib import Path
-        code = Path(sys.modules[type(model).__module__].__file__).parent
-        print(json.dumps([right, sorted(str(path.relative_to(code)) for path in code.rglob("*.py"))]))
+        result = {}
+        for name, (folder, data, target) in arguments["folders"].items():
+            model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+            right = against_golden(model, data)
+            model.save_pretrained(target)
+            code = Path(sys.modules[type(model).__module__].__file__).parent
+            result[name] = [right, sorted(str(path.relative_to(code)) for path in code.rglob("*.py"))]
+        print(json.dumps(result))
         """,
-        folder=tmp_path / "saved",
-        data=data,
-        target=tmp_path / "again",
+        folders=folders,
     )
-    assert again
-    assert set(module_files) - {"__init__.py", "kernels/__init__.py"} == set(SHIPPED)
-    assert_complete(tmp_path / "again", folder_name)
+    assert set(first) == set(again) == set(CASES)
+    for name, (right, module_files) in again.items():
+        assert right
+        assert set(module_files) - {"__init__.py", "kernels/__init__.py"} == set(SHIPPED)
+        assert_complete(tmp_path / "again" / name, name)
 
 
-def test_saved_by_the_installed_package_reloads_without_it(data_dir, tmp_path, fresh_python):
-    """Faults 27, 28: the other way of loading; also with `register_for_auto_class`, which flattens folders."""
-    models = {}
+def test_saved_from_the_hub_cache_or_by_the_installed_package_reloads_alone(data_dir, tmp_path, fresh_python):
+    """Fault 28: loaded by its name on the Hub, saved, reloaded with an empty cache: no `repo--` in auto_map.
+
+    Faults 27, 28: the other way of loading; also with `register_for_auto_class`, which flattens folders.
+    """
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub" / "models--someone--k3-tiny"
+    with_code(data_dir / "k3_tiny_mxfp4", repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    found = fresh_python(
+        """
+        model = AutoModelForCausalLM.from_pretrained(arguments["folder"], trust_remote_code=True, dtype=torch.float32)
+        model.save_pretrained(arguments["target"])
+        print(json.dumps([*origin(model), against_golden(model, arguments["data"])]))
+        """,
+        hub=tmp_path / "hub",
+        folder="someone/k3-tiny",
+        target=tmp_path / "from-hub",
+        data=data_dir / "k3_tiny_mxfp4",
+    )
+    expected = ["transformers_modules", "KimiK3ForConditionalGeneration", True]
+    assert found == expected
+    assert_complete(tmp_path / "from-hub", "k3_tiny_mxfp4")
+    assert "someone" not in (tmp_path / "from-hub" / "config.json").read_text()
+    models = {"from-hub": [str(tmp_path / "from-hub"), str(data_dir / "k3_tiny_mxfp4")]}
     for folder_name in CASES:
         model = AutoModelForCausalLM.from_pretrained(data_dir / folder_name)
         assert type(model).__module__.startswith("kimi_k3.")
@@ -220,30 +247,11 @@ def test_saved_by_the_installed_package_reloads_without_it(data_dir, tmp_path, f
         models=models,
     )
     assert result == {
-        "k3_tiny_mxfp4": ["transformers_modules", "KimiK3ForConditionalGeneration", True],
+        "from-hub": expected,
+        "k3_tiny_mxfp4": expected,
         "kimi_linear_flat": ["transformers_modules", "KimiK3ForCausalLM", True],
         "registered": ["transformers_modules", "KimiK3ForCausalLM", True],
     }
-
-
-def test_repository_in_the_hub_cache_saves_a_folder_that_stands_alone(data_dir, tmp_path, fresh_python):
-    """Fault 28: loaded by its name on the Hub, saved, reloaded with an empty cache: no `repo--` in auto_map."""
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "hub" / "models--someone--k3-tiny"
-    with_code(data_dir / "k3_tiny_mxfp4", repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
-    script = """
-        model = AutoModelForCausalLM.from_pretrained(arguments["folder"], trust_remote_code=True, dtype=torch.float32)
-        model.save_pretrained(arguments["target"])
-        print(json.dumps([*origin(model), against_golden(model, arguments["data"])]))
-    """
-    expected = ["transformers_modules", "KimiK3ForConditionalGeneration", True]
-    data, saved = data_dir / "k3_tiny_mxfp4", tmp_path / "saved"
-    assert fresh_python(script, hub=tmp_path / "hub", folder="someone/k3-tiny", target=saved, data=data) == expected
-    assert_complete(saved, "k3_tiny_mxfp4")
-    assert "someone" not in (saved / "config.json").read_text()
-    assert fresh_python(script, folder=saved, target=tmp_path / "again", data=data) == expected
 
 
 def test_push_to_hub_uploads_the_whole_tree(data_dir, monkeypatch):
