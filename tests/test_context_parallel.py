@@ -87,12 +87,11 @@ def bytes_on_the_wire(data_dir):
 
 def logits_and_gradients(data_dir):
     model = load(data_dir / "k3_tiny_mxfp4", torch.float64).train()
-    for more in ({}, *({"position_ids": each} for each in (PACKED, UNEVEN, SHORT, SHORTER))):
+    for more in ({}, *({"position_ids": each} for each in (UNEVEN, SHORT, SHORTER))):
         assert_as_one(model, 1e-9, **more)
     model.gradient_checkpointing_enable()
     assert_as_one(model, 1e-9, position_ids=PACKED)
     assert_as_one(model, 1e-9, rows=1, cu_seq_lens_q=torch.tensor([0, 40, 110, LENGTH]))
-    assert_as_one(load(data_dir / "k3_tiny_mxfp4").train(), 1e-4, position_ids=UNEVEN)
     assert_as_one(load(data_dir / "k3_dense_flat", attention="eager").train(), 1e-4, position_ids=PACKED)
     assert_as_one(load(data_dir / "kimi_linear_flat").train(), 1e-4)
 

@@ -18,6 +18,13 @@ def model(request, data_dir):
     return AutoModelForCausalLM.from_pretrained(data_dir / request.param, dtype=torch.float32)
 
 
+@pytest.fixture
+def few_layers(model, monkeypatch):
+    """Every kind of layer, with a border of blocks of the depth mix: tracing takes as long as there are layers."""
+    text = model.config.get_text_config()
+    monkeypatch.setattr(text, "num_hidden_layers", 4 if text.num_experts else 5)
+
+
 def tokens(rows, length, seed=0):
     return torch.randint(3, 160, (rows, length), generator=torch.Generator().manual_seed(seed))
 
@@ -87,7 +94,7 @@ def test_padding_anywhere(model, wide):
 
 
 @torch.no_grad()
-def test_decoding_compiles_once(model):
+def test_decoding_compiles_once(model, few_layers):
     """One graph without a break serves every step, padded rows included, and writes the buffers in place."""
     ids, places, graphs = tokens(2, PROMPT + 6), 48, []
     mask = torch.zeros(2, places, dtype=torch.long)
@@ -108,7 +115,7 @@ def test_decoding_compiles_once(model):
         torch.testing.assert_close(got, expected[-len(got) :], **CLOSE)
 
 
-def test_generate_compiles_the_decoding(model):
+def test_generate_compiles_the_decoding(model, few_layers):
     """transformers' own compilation of a generation with a static cache: no break, and the same text."""
     ids, mask, graphs = tokens(2, PROMPT), mask_of("left"), []
     torch._dynamo.reset()
@@ -193,7 +200,7 @@ def test_what_was_fed_as_a_token_cannot_become_padding(model, wide, tmp_path):
 
 
 @torch.no_grad()
-def test_padding_that_came_in_a_step_wants_its_mask(model):
+def test_padding_that_came_in_a_step_wants_its_mask(model, few_layers):
     """Nobody has read its value, so the next step asserts it where it lies; compiled too, and a longer piece raises."""
     ids, mask = tokens(2, 16), torch.ones(2, 20, dtype=torch.long)
     mask[1, 11] = 0
