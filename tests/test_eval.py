@@ -174,7 +174,7 @@ def test_scores_are_equal_at_any_batch_and_the_file_too(tmp_path):
 @pytest.mark.one_release
 def test_a_random_model_is_at_chance(random_model, tmp_path):
     lines = evaluate(
-        ModelReader(random_model, LETTERS, batch=16), LETTERS, NOISE, Plan(tuple(TASKS), (2048,), 2, 1), tmp_path
+        ModelReader(random_model, LETTERS, batch=16), LETTERS, NOISE, Plan(tuple(TASKS), (1024,), 2, 1), tmp_path
     )
     cells = summary(lines)
     assert [cell["task"] for cell in cells] == list(TASKS)

@@ -363,6 +363,14 @@ PROCESSORS = {
 }
 
 
+@functools.cache
+def unprocessed(model, num_beams):
+    ids, mask = SHAPES["left-padded"].padded()
+    settings = {**NO_EOS, "max_new_tokens": 7, "do_sample": False, "num_beams": num_beams}
+    with naive_forward(model):
+        return model.generate(ids, attention_mask=mask, use_cache=False, **settings)
+
+
 @pytest.mark.parametrize("num_beams", [1, BEAMS])
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_logits_processors(model, name, num_beams):
@@ -374,9 +382,8 @@ def test_logits_processors(model, name, num_beams):
     with naive_forward(model):
         torch.manual_seed(5)
         assert torch.equal(text, model.generate(ids, attention_mask=mask, use_cache=False, **settings))
-        plain = {**NO_EOS, "max_new_tokens": 7, "do_sample": False, "num_beams": num_beams}
-        unprocessed = model.generate(ids, attention_mask=mask, use_cache=False, **plain)
-    assert text.shape != unprocessed.shape or not torch.equal(text, unprocessed), "the setting acts at all"
+    plain = unprocessed(model, num_beams)
+    assert text.shape != plain.shape or not torch.equal(text, plain), "the setting acts at all"
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])

@@ -239,7 +239,7 @@ SHAPES = st.tuples(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(shape=SHAPES, data=st.data())
 @torch.no_grad()
 def test_random_histories_equal_each_document_alone(shape, data):

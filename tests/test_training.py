@@ -198,7 +198,8 @@ def test_trainer_padded_and_packed(variant, tmp_path):
     runs = []
     for collator, changes in [*((name, {}) for name in COLLATORS), ("padded", {"gradient_checkpointing": True})]:
         model = build(**VARIANTS[variant])
-        runs.append((train(model, tmp_path / f"{len(runs)}", collator, **changes), model.state_dict()))
+        losses = train(model, tmp_path / f"{len(runs)}", collator, save_strategy="no", **changes)
+        runs.append((losses, model.state_dict()))
     losses, weights = runs[0]
     assert losses[-1] < losses[0]
     for other, other_weights in runs[1:]:
@@ -262,7 +263,7 @@ def test_resized_embeddings(variant, size, tmp_path):
     assert (loaded.lm_head.weight.grad is loaded.model.embed_tokens.weight.grad) == (variant == "tied")
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_random_packings_equal_each_document_alone(data):
     """Faults 53, 55, 58: random documents in random rows, with gaps, described in any way, whole or checkpointed."""
