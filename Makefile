@@ -35,7 +35,8 @@ test-newest: $(NEWEST_READY)
 	OMP_NUM_THREADS=1 .venv/bin/python -P -m pytest tests $(PYTEST_FLAGS)
 
 # Without the tests marked one_release: kernels, the bytes of conversions, prompts of evaluations, simulated serving and
-# the loops of our own training call nothing of transformers that a release could change, so the newest one is enough.
+# loops of our own around the model. What these need of transformers (loading, forwards, masks, caches, generate, Trainer)
+# other tests run on both releases.
 test-oldest: $(OLDEST_READY)
 	.venv-oldest/bin/python -c "import torch, transformers as t; print('torch', torch.__version__, 'transformers', t.__version__)"
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -P tests/common_suite/run.py $(PYTEST_FLAGS)
