@@ -365,11 +365,11 @@ def meet(scratch, rank, name, seconds):
 
 def a_process_that_stops(data, scratch, rank):
     """One that hangs is an error on the others after the timeout of `init_process_group`."""
-    meet(scratch, rank, "short", 5)
+    meet(scratch, rank, "short", 10)
     model = load(data / "k3_dense_flat", {"tp_size": 2})
     dist.barrier()
     if rank == 1:
-        time.sleep(8)
+        time.sleep(14)
         return
     start = time.monotonic()
     with pytest.raises(RuntimeError):
