@@ -322,3 +322,7 @@ def main(argv: list[str] | None = None) -> int:
         add_arguments(commands.add_parser(name, help=summary, description=summary.capitalize() + "."))
     args = parser.parse_args(argv)
     return run_or_explain(f"{parser.prog} {args.command}", COMMANDS[args.command][2], args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

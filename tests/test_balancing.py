@@ -164,6 +164,29 @@ def test_a_skewed_router_is_balanced_and_the_load_reported():
     assert chosen_loads(model, ids).max() < 1.1
 
 
+@pytest.mark.one_release
+@pytest.mark.parametrize("balanced", [True, False])
+def test_fifty_steps_of_training_on_skewed_data(balanced):
+    """Under 1.1 with Quantile Balancing, above 3 without; the last steps are large, so that chance hides neither."""
+    model = build(skew=0.03, vocab_size=2048).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    balancer = QuantileBalancer(model)
+    for step in range(50):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(3, 2048, (120 if step >= 47 else 16, 64), generator=generator)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if balanced:
+            load = balancer.step().max()
+    if balanced:
+        assert load < 1.1
+    else:
+        assert chosen_loads(model.eval(), ids).max() > 3
+
+
 def stepped(model, *forwards, **options):
     balancer = QuantileBalancer(model, **options)
     for inputs in forwards:
