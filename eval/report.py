@@ -74,7 +74,7 @@ def draw_by_length(cells: list[dict], mark: Mark | None, picture: Path) -> None:
         axes.set_title(f"{task}\n{TASKS[task].about}", fontsize=9)
         axes.grid(alpha=0.25)
         if axes.get_legend_handles_labels()[1]:
-            axes.legend(fontsize=7, loc="best")
+            axes.legend(fontsize=7, loc="lower right")
     figure.supxlabel("tokens of the prompt", fontsize=10)
     figure.supylabel("score, %", fontsize=10)
     figure.savefig(picture, dpi=110)
