@@ -52,16 +52,11 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None):
         ValueError: when a forward gets what cannot be cut, on every process of the group and with the process that got
             it: padding, a cache, another number of rows, parts shorter than a convolution reaches back.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "context_parallel needs a process group: start with torchrun and call torch.distributed.init_process_group"
-        )
+    _check_group(group)
     backbone = next((m for m in model.modules() if any(c.__name__ == "KimiK3Model" for c in type(m).__mro__)), None)
     if backbone is None:
         raise ValueError(f"{type(model).__name__} holds no KimiK3Model whose tokens could be cut")
     group = dist.group.WORLD if group is None else group
-    if dist.get_rank(group) < 0:
-        raise ValueError("this process is not in the group whose processes hold the parts")
     _agree(_facts(backbone.config, group), group)
 
     def prepare(module, args, kwargs):
@@ -76,6 +71,16 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None):
         hook.remove()
 
 
+def _check_group(group) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "context parallelism needs a process group: start with torchrun and call "
+            "torch.distributed.init_process_group"
+        )
+    if dist.get_rank(group) < 0:
+        raise ValueError("this process is not in the group whose processes hold the parts")
+
+
 def shard(batch: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
     """This process's part of a batch that every process has whole.
 
@@ -88,6 +93,7 @@ def shard(batch: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None
         the part [B, t] of each. With labels also `shift_labels`, shifted across the cuts, and `num_items_in_batch`, the
         number of labels in the whole batch: the losses of all processes sum up to that of the batch.
     """
+    _check_group(group)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     batch = dict(batch)
     ids = batch.pop("input_ids")

@@ -264,6 +264,8 @@ if __name__ == "__main__" and "RANK" in os.environ:
 elif __name__ == "__main__":
     with pytest.raises(RuntimeError, match="needs a process group: start with torchrun"):
         context_parallel(torch.nn.Linear(1, 1)).__enter__()
+    with pytest.raises(RuntimeError, match="needs a process group: start with torchrun"):
+        shard({"input_ids": torch.ones(1, 4, dtype=torch.long)})
     folders = [Path(argument) for argument in sys.argv[1:]]
     assert exit_codes(in_one_of_four, 4, *folders) == [0, 0, 0, 0]
     assert exit_codes(in_one_of_two, 2, *folders) == [0, DIED]
