@@ -57,9 +57,7 @@ def short_convs(
         old = tails and tuple(tail.to(x.dtype) for x, tail in zip(inputs, tails, strict=True))
         outputs = dispatch.run_kernels(_forward_all, inputs, weights, old, cu_seqlens)
         if outputs is not None:
-            width = weights[0].shape[-1]
-            pairs = zip(inputs, old or (None,) * len(inputs), strict=True)
-            return outputs, tuple(advance_tail(x, tail, width, cu_seqlens) for x, tail in pairs)
+            return outputs, _advance_tails(inputs, old, weights, cu_seqlens)
     tails = tails or (None,) * len(inputs)
     results = [short_conv(x, w, tail, cu_seqlens) for x, w, tail in zip(inputs, weights, tails, strict=True)]
     outputs, new_tails = zip(*results, strict=True)
@@ -73,10 +71,14 @@ def tails_after(
     tokens: int,
 ) -> tuple[torch.Tensor, ...]:
     """The tails that `short_convs` would return of the first so many tokens of a batch without `cu_seqlens`."""
-    tails = [None] * len(inputs) if tails is None else [t.to(x.dtype) for t, x in zip(tails, inputs, strict=True)]
+    return _advance_tails(tuple(x[:, :tokens] for x in inputs), tails, weights)
+
+
+def _advance_tails(inputs, tails, weights, cu_seqlens=None):
+    """`advance_tail` of several inputs; tails None: zeros for all."""
     return tuple(
-        advance_tail(x[:, :tokens], tail, weight.shape[-1])
-        for x, tail, weight in zip(inputs, tails, weights, strict=True)
+        advance_tail(x, None if tail is None else tail.to(x.dtype), weight.shape[-1], cu_seqlens)
+        for x, tail, weight in zip(inputs, tails or (None,) * len(inputs), weights, strict=True)
     )
 
 
