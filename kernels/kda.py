@@ -36,9 +36,6 @@ CHUNK = 64
 GROUP_TOKENS = 1024
 # So many tokens cost less one after another than as one chunk that is mostly padding (measured on a CPU).
 FEW_TOKENS = 16
-# Between two states that the scan kernel exports lies a multiple of its chunk; from LONG_PIECE tokens on it cuts a
-# sequence of few heads into parts instead (`kda_chunk_triton.segments_of`).
-KERNEL_CHUNK, LONG_PIECE = 32, 32768
 
 
 def working_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -198,10 +195,13 @@ def fused_kda_states(
 def _even_pieces(cuts: list[int]) -> int:
     """How many pieces from the first one on the scan kernel takes in one launch: of one size, the last one shorter.
 
-    A piece that the kernel would cut into parallel parts is better off alone, because one that exports states is not.
+    Between two states that it exports lies a multiple of its chunk. A piece that it would cut into parallel parts is
+    better off alone, because one that exports states is not.
     """
+    from . import kda_chunk_triton as kernels
+
     every = cuts[1] - cuts[0]
-    if every % KERNEL_CHUNK or every >= LONG_PIECE:
+    if every % kernels.CHUNK or every >= kernels.LONG:
         return 1
     pieces = 1
     while pieces + 1 < len(cuts) and cuts[pieces + 1] - cuts[pieces] == every:

@@ -26,6 +26,8 @@ exp2, reciprocal, sigmoid = tools.exp2, tools.reciprocal, tools.sigmoid
 LOG2E = tools.LOG2E
 
 CHUNK = 32
+# Tokens below which folding the parts of a sequence costs more than the idle multiprocessors.
+LONG = 32768
 # What `prepare_kernel` leaves for a chunk of one head lies side by side in one workspace, in this order:
 # w, q_start and k_end [C, K], u [V, C], attn [C, C]. Each kernel computes the offsets with `tile_size` and these names.
 # log2 of the offset of the first factoring, and the largest decay of one token inside a tile of 8
@@ -434,13 +436,10 @@ def scan_stages(dtype: torch.dtype) -> int:
 
 
 def segments_of(sequences: int, heads: int, length: int, value_size: int, device: torch.device) -> int:
-    """Into how many parts to cut every sequence so that the scan fills the device; 1 where that does not pay.
-
-    Below 1024 steps (32768 tokens) folding the parts costs more than the idle multiprocessors.
-    """
+    """Into how many parts to cut every sequence so that the scan fills the device; 1 where that does not pay."""
     programs = sequences * heads * triton.cdiv(value_size, 64)
     room = 2 * tools.multiprocessors(device) // programs
-    return room if room > 1 and triton.cdiv(length, CHUNK) >= 1024 else 1
+    return room if room > 1 and triton.cdiv(length, CHUNK) * CHUNK >= LONG else 1
 
 
 def transitions(work, decay, value_size, sequences, length, segments):

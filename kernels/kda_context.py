@@ -129,7 +129,6 @@ class _PartKDA(torch.autograd.Function):
         *tensors, entry, cu_seqlens, kept = ctx.saved_tensors
         q, v = tensors[0], tensors[2]
         d_out = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if d_out is None else d_out.contiguous()
-
         d_final = None if d_final is None else d_final.contiguous()
 
         def final_of(d_entry):
