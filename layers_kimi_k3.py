@@ -451,15 +451,14 @@ class KimiK3TopkRouter(nn.Module):
         with kda.full_precision(x.device):
             logits = F.linear(x.to(dtype), self.weight.to(dtype))
         config = self.config
-        groups = (config.num_expert_group or 1) if config.use_grouped_topk else 1
+        groups = (config.num_expert_group or 1, config.topk_group or 1) if config.use_grouped_topk else (1, 1)
         chosen, weights = router.choose_experts(
             logits,
             self.e_score_correction_bias,
             config.num_experts_per_token,
             config.moe_renormalize and config.num_experts_per_token > 1,
             config.routed_scaling_factor,
-            groups,
-            (config.topk_group or 1) if config.use_grouped_topk else 1,
+            *groups,
         )
         return logits, chosen, weights
 
