@@ -19,6 +19,8 @@ import os
 import subprocess
 import sys
 import traceback
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -57,7 +59,7 @@ class Sizes:
 
     def __init__(self, tiny: bool):
         self.context, self.prefill, self.batch = (256, 64, 2) if tiny else (131072, 8192, 16)
-        self.rows, self.length, self.steps = (1, 64, 2) if tiny else (4, 4096, 5)
+        self.rows, self.length, self.steps = ((1,), 64, 2) if tiny else ((4, 12), 4096, 5)
         self.slice, self.small = (self._config(large, tiny) for large in (K3, {**K3, **SMALL}))
 
     @staticmethod
@@ -105,23 +107,26 @@ def one_slice(sizes, device, wanted) -> dict:
     return found
 
 
-def train_step(model, optimizer, sizes, device):
-    ids = torch.randint(3, 256, (sizes.rows, sizes.length), device=device)
+def train_step(model, optimizer, rows, sizes, device):
+    ids = torch.randint(3, 256, (rows, sizes.length), device=device)
     model(ids, labels=ids, use_cache=False).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def training_ms(model, sizes, device, count=False):
-    """Milliseconds of a step, and what a process sends in one."""
+    """Milliseconds of a step by its rows, and what a process sends in one."""
     optimizer, sent = torch.optim.AdamW(model.train().parameters(), lr=1e-4, fused=device.type == "cuda"), None
     for _ in range(2):
-        train_step(model, optimizer, sizes, device)
+        train_step(model, optimizer, sizes.rows[0], sizes, device)
     if count:
         with Wire() as counted:
-            train_step(model, optimizer, sizes, device)
+            train_step(model, optimizer, sizes.rows[0], sizes, device)
         sent = counted.total
-    return timed_ms(lambda: train_step(model, optimizer, sizes, device), device, sizes.steps, warmup=1), sent
+    return {
+        rows: timed_ms(partial(train_step, model, optimizer, rows, sizes, device), device, sizes.steps, warmup=2)
+        for rows in sizes.rows
+    }, sent
 
 
 def small_model(sizes, device):
@@ -155,35 +160,41 @@ def context_case(sizes, device, one):
     ours = timed_ms(lambda: long_prefill(model, ids, False), device, 2, warmup=0)
     parts = [part.shape[1] for part in ids.tensor_split(world, dim=1)]
     least = bytes_sent(model.config, parts, rank, 1, model.lm_head.weight.element_size())[0]
-    extra = {"logits_error": round(error, 5), "one_gpu": one["context_peak"], **peak_bytes(device)}
+    extra = {"logits_error": float(f"{error:.2g}"), "one_gpu": one["context_peak"], **peak_bytes(device)}
     yield f"k3 slice context={world} prefill T={sizes.context}", ours, one["context"], counted.total, least, extra
 
 
-def cut_case(sizes, device, one, experts):
+def cut_case(sizes, device, one, exchange=None):
+    """Heads and columns cut; with an `exchange` of tokens ("auto" is transformers' choice) whole experts spread."""
     world = dist.get_world_size()
-    options = options_of(world, world if experts else 1, 1, "all_to_all")
+    options = options_of(world, world if exchange else 1, 1, exchange)
     model = random_model(sizes.slice, options, device)
     ids = torch.randint(3, 100, (1, sizes.prefill), device=device, generator=torch.Generator(device).manual_seed(0))
     with Wire() as counted, torch.no_grad():
         model(ids, use_cache=False, logits_to_keep=1)
     least = formula(model.config, options, sizes.prefill, 2)
-    name, extra = f"k3 slice {'experts' if experts else 'tensor'}={world}", {"options": options, "by": counted.sent}
+    name, extra = f"k3 slice {'experts' if exchange else 'tensor'}={world}", {"options": options, "by": counted.sent}
     ours = prefill_ms(model, sizes.prefill)
-    yield f"{name} prefill T={sizes.prefill}", ours, one["prefill"], counted.total, least, extra
-    ours = decode_ms(model, sizes.batch)
-    yield f"{name} decode B={sizes.batch}", ours, one["decode"], None, None, {}
+    how = f", {exchange}" if exchange == "all_to_all" else ""
+    yield f"{name} prefill T={sizes.prefill}{how}", ours, one["prefill"], counted.total, least, extra
+    if not how:  # its sizes go through the host: no step is captured
+        ours = decode_ms(model, sizes.batch)
+        yield f"{name} decode B={sizes.batch}", ours, one["decode"], None, None, {}
 
 
 def training_case(sizes, device, one):
     world, model = dist.get_world_size(), small_model(sizes, device)
-    size, tokens = sum(p.nbytes for p in model.parameters()), sizes.rows * sizes.length
+    size = sum(p.nbytes for p in model.parameters())
+    kept = sum(p.nbytes for n, p in model.named_parameters() if ".layers." not in n or p.dtype == torch.float32)
     fully_shard_by_dtype(model)
-    ours, sent = training_ms(model, sizes, device, count=True)
-    # Weights are gathered forward and backward, gradients are dealt out; the last unit's weights stay between.
-    least = 3 * (world - 1) / world * size
-    rates = {"tokens_per_s": round(world * tokens / ours * 1000), "one_gpu": round(tokens / one["training"] * 1000)}
-    name = f"0.4B model FSDP2={world} step of {tokens} tokens a GPU"
-    yield name, ours, one["training"] * world, sent, least, {"parameter_bytes": size, **rates}
+    times, sent = training_ms(model, sizes, device, count=True)
+    # Weights are gathered forward and backward, `kept` ones once; gradients are dealt out.
+    least = (world - 1) / world * (3 * size - kept)
+    for rows, ours in times.items():
+        tokens, alone_ms = rows * sizes.length, one["training"][rows]
+        rates = {"tokens_per_s": round(world * tokens / ours * 1000), "one_gpu": round(tokens / alone_ms * 1000)}
+        name = f"0.4B model FSDP2={world} step of {tokens} tokens a GPU"
+        yield name, ours, alone_ms * world, sent, least, {"parameter_bytes": size, **rates}
 
 
 def work(args):
@@ -203,8 +214,8 @@ def work(args):
     shared |= facts() if device.type == "cuda" else {"gpu": "none", "versions": f"torch {torch.__version__}"}
     makers = {
         "context": lambda: context_case(sizes, device, one),
-        "tensor": lambda: cut_case(sizes, device, one, experts=False),
-        "experts": lambda: cut_case(sizes, device, one, experts=True),
+        "tensor": lambda: cut_case(sizes, device, one),
+        "experts": lambda: chain(*(cut_case(sizes, device, one, how) for how in ("auto", "all_to_all"))),
         "training": lambda: training_case(sizes, device, one),
     }
     failed = []
