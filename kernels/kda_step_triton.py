@@ -64,8 +64,13 @@ def step_kernel(
     T, batch_q, batch_k, batch_v, batch_g, batch_beta, batch_gate, stride_q, stride_k, stride_v, stride_g, stride_beta,
     stride_gate, scale, lower_bound, eps, norm_eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
-    W: tl.constexpr, BOUNDED: tl.constexpr, ONE_TOKEN: tl.constexpr, PTX: tl.constexpr,
+    W: tl.constexpr, BOUNDED: tl.constexpr, ONE_TOKEN: tl.constexpr, IN_PLACE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    # What the compiler knows to be one token and one address takes fewer registers.
+    if ONE_TOKEN:
+        T = 1
+    if IN_PLACE:
+        new_q_tail, new_k_tail, new_v_tail = q_tail, k_tail, v_tail
     i_h, i_b = tl.program_id(0) % H, (tl.program_id(0) // H).to(tl.int64)
     c_k, c_v = tl.arange(0, BK), tl.arange(0, BV)
     in_k, in_v = c_k < K, c_v < V
@@ -79,21 +84,29 @@ def step_kernel(
     gate += i_b * batch_gate
     out += i_b * T * (H * V)
     state += (i_b * H + i_h) * (K * V)
-    new_state += (i_b * H + i_h) * (K * V)
+    if IN_PLACE:
+        new_state = state
+    else:
+        new_state += (i_b * H + i_h) * (K * V)
     rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
     bias = tl.load(dt_bias + of_k, mask=in_k, other=0.0).to(tl.float32)
-    if ONE_TOKEN:
-        b_q, b_k, decay, b_beta = key_side(
-            q, k, g, beta, q_tail + tail_k, k_tail + tail_k, q_weight, k_weight, rate, bias, 0, stride_q, stride_k,
-            stride_g, stride_beta, H * K, of_k, in_k, scale, lower_bound, eps, W, BOUNDED, PTX,
-        )  # fmt: skip
-    # Columns of the state do not see each other: a slice at a time, the next one on its way.
+    b_q = tl.zeros((BK,), tl.float32)
+    b_k, decay, b_beta = b_q, b_q, 0.0
+    # Columns of the state do not see each other: a slice at a time, the next ones on their way.
     for first in tl.range(0, V, BS, num_stages=3):
         c_s = first + tl.arange(0, BS)
         in_s = c_s < V
         tile = c_k[:, None] * V + c_s[None, :]
-        s = tl.load(state + tile, mask=in_k[:, None] & in_s[None, :], other=0.0).to(tl.float32)
+        if K == BK and V % BS == 0:
+            s = tl.load(state + tile).to(tl.float32)
+        else:
+            s = tl.load(state + tile, mask=in_k[:, None] & in_s[None, :], other=0.0).to(tl.float32)
         if ONE_TOKEN:
+            if first == 0:  # in the loop, because what comes before it delays the first slices
+                b_q, b_k, decay, b_beta = key_side(
+                    q, k, g, beta, q_tail + tail_k, k_tail + tail_k, q_weight, k_weight, rate, bias, 0, stride_q,
+                    stride_k, stride_g, stride_beta, H * K, of_k, in_k, scale, lower_bound, eps, W, BOUNDED, PTX,
+                )  # fmt: skip
             b_v = convolve(v, v_tail + tail_v, v_weight, 0, stride_v, H * V, i_h * V + c_s, in_s, W, PTX)
             s *= decay[:, None]
             b_u = b_beta * (b_v - tl.sum(s * b_k[:, None], axis=0))
@@ -111,7 +124,10 @@ def step_kernel(
                 s += b_k[:, None] * b_u[None, :]
                 b_o = tl.sum(s * b_q[:, None], axis=0).to(out.dtype.element_ty)
                 tl.store(out + t * (H * V) + i_h * V + c_s, b_o, mask=in_s)
-        tl.store(new_state + tile, s.to(new_state.dtype.element_ty), mask=in_k[:, None] & in_s[None, :])
+        if K == BK and V % BS == 0:
+            tl.store(new_state + tile, s.to(new_state.dtype.element_ty))
+        else:
+            tl.store(new_state + tile, s.to(new_state.dtype.element_ty), mask=in_k[:, None] & in_s[None, :])
     # Every thread has written its part of the outputs, and has read the tails, which may be written in place.
     tl.debug_barrier()
     weight = tl.load(norm_weight + c_v, mask=in_v, other=0.0).to(tl.float32)
@@ -144,7 +160,7 @@ def step(
         length, *(x.stride(0) for x in inputs), *(x.stride(1) for x in inputs), scale, lower_bound or 0.0, eps,
         norm_eps,
         heads, key_size, value_size, block_k, block_v, columns, conv_weights[0].shape[-1],
-        lower_bound is not None, length == 1, tools.USE_PTX,
+        lower_bound is not None, length == 1, in_place, tools.USE_PTX,
         # no more threads than channels: Triton would load a shorter vector once for every thread
         num_warps=max(1, min(block_k, block_v) // 32),
     )  # fmt: skip

@@ -191,7 +191,7 @@ def run(query, query_rope, latents, scale, mask, lengths):
     columns = min(block_r, 128)
     merge_kernel[(rows, triton.cdiv(rank, columns), batch)](
         part, log2_sum, out, splits, rows, *out.stride()[:3],
-        heads, rank, columns, 64, tools.USE_PTX,
+        heads, rank, columns, min(64, triton.next_power_of_2(splits)), tools.USE_PTX,
         num_warps=4,
     )  # fmt: skip
     return out
