@@ -7,6 +7,7 @@ Files the remote-code loader must carry, in the slash form that its regular expr
 
 from .kernels/attn_res import
 from .kernels/attn_res_triton import
+from .kernels/cross_entropy import
 from .kernels/dispatch import
 from .kernels/experts import
 from .kernels/experts_triton import
@@ -60,6 +61,7 @@ attn_res, experts_op, kda, kda_step, mla_decode, mla_prefill, mxfp4, norms, rout
         "situ",
     ),
 )  # fmt: skip
+cross_entropy = _kernel("cross_entropy")
 
 # The latent norms of MLA keep the default of the official module, not `rms_norm_eps` (docs/design.md, disputed facts).
 LATENT_NORM_EPS = 1e-6

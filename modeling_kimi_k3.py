@@ -42,6 +42,7 @@ from .layers_kimi_k3 import (
     KimiK3ShortConvolution,
     KimiK3TopkRouter,
     attn_res,
+    cross_entropy,
     mxfp4,
 )
 from .layout_kimi_k3 import TokenLayout, token_layout
@@ -643,6 +644,8 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
         self.model = KimiK3Model(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # Tokens: a training forward with labels then makes its loss so many at a time and returns no logits.
+        self.loss_chunk: int | None = None
         self.post_init()
 
     @property
@@ -670,7 +673,8 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
     ) -> MoeCausalLMOutputWithPast:
         """
         Args:
-            labels: [B, T], -100 is ignored; shifted inside.
+            labels: [B, T], -100 is ignored; shifted inside. With `loss_chunk` set, in training, `logits` of the result
+                is None: [T, V] is never in memory.
             logits_to_keep: only the last so many positions (0: all), or the positions of a 1-D tensor.
 
         The other arguments are those of `KimiK3Model.forward`.
@@ -685,12 +689,16 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
             cache=cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        if self.model.check_finite and not torch.isfinite(logits).all():
+        logits = loss = None
+        if self.loss_chunk and self.training and labels is not None:
+            hidden = outputs.last_hidden_state
+            loss = cross_entropy.causal_lm_loss(hidden, self.lm_head, labels, self.loss_chunk, **kwargs)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        if self.model.check_finite and not torch.isfinite(loss if logits is None else logits).all():
             raise FloatingPointError("not finite any more after lm_head")
-        loss = None
-        if labels is not None:
+        if labels is not None and loss is None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return KimiK3CausalLMOutput(
             loss=loss,

@@ -10,13 +10,12 @@ import time
 import datasets
 import pytest
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig, cli
+from kimi_k3.kernels.cross_entropy import chunked_cross_entropy
 from kimi_k3.training import text_run
-from kimi_k3.training.cross_entropy import chunked_cross_entropy
 from kimi_k3.training.text_data import DataError, PackedRows
 
 WORDS = "the cat sat on a mat and the dog ran to the big red barn by the old mill".split()
@@ -88,52 +87,6 @@ def data(tmp_path_factory):
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(str(folder / "text.parquet"))
     return folder
-
-
-# --- chunked cross entropy -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunked_cross_entropy_equals_torch(chunk):
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(23, 16, dtype=torch.float64), torch.randn(50, 16, dtype=torch.float64)
-    targets = torch.randint(50, (23,))
-    targets[[0, 9, 22]] = -100
-    ours, theirs = ([t.clone().requires_grad_() for t in (hidden, weight)] for _ in range(2))
-    loss = chunked_cross_entropy(*ours, targets, chunk)
-    expected = F.cross_entropy(theirs[0] @ theirs[1].T, targets, reduction="sum")
-    (loss / 3).backward(), (expected / 3).backward()
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
-    for mine, reference in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-6, atol=1e-6)
-
-
-def test_what_has_no_cross_entropy_is_refused():
-    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(10, 8)
-    for wrong in (-1, 10):
-        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
-            chunked_cross_entropy(hidden, weight, torch.tensor([1, wrong, 2, -100]))
-    loss = chunked_cross_entropy(hidden, weight, torch.tensor([1, 3, 2, -100]))
-    (slope,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        slope.sum().backward()
-
-
-def test_logits_of_all_tokens_are_never_made():
-    """No tensor of T x V elements is allocated, forward or backward."""
-    tokens, vocabulary, largest = 256, 512, []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            largest.extend(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if torch.is_tensor(t))
-            return out
-
-    hidden = torch.randn(tokens, 8, requires_grad=True)
-    weight = torch.randn(vocabulary, 8, requires_grad=True)
-    with Watch():
-        chunked_cross_entropy(hidden, weight, torch.randint(vocabulary, (tokens,)), 32).backward()
-    assert max(largest) <= 32 * vocabulary
 
 
 # --- packed rows -----------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 import importlib
 
+from kimi_k3.kernels.cross_entropy import chunked_cross_entropy
+
 from .balancing import QuantileBalancer, QuantileBalancerCallback
-from .cross_entropy import chunked_cross_entropy
 from .muon import PerHeadMuon, QKClip, muon_groups
 from .qat import finish_qat, start_qat
 from .sharding import fully_shard_by_dtype

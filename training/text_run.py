@@ -20,8 +20,8 @@ import torch
 from tqdm import tqdm
 
 from kimi_k3 import KimiK3ForCausalLM
+from kimi_k3.kernels.cross_entropy import IGNORED, chunked_cross_entropy
 from kimi_k3.training.balancing import QuantileBalancer
-from kimi_k3.training.cross_entropy import IGNORED, chunked_cross_entropy
 from kimi_k3.training.muon import PerHeadMuon, QKClip, muon_groups
 from kimi_k3.training.text_data import DataError, PackedRows
 

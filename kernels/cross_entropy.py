@@ -1,6 +1,7 @@
 """Cross entropy of a language-model head that never holds the logits of all tokens."""
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
@@ -55,3 +56,35 @@ def chunked_cross_entropy(
         float32 scalar, the sum; divide by the number of targets for the mean.
     """
     return _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk)
+
+
+def causal_lm_loss(
+    hidden: torch.Tensor,
+    head: torch.nn.Module,
+    labels: torch.Tensor,
+    chunk: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """The loss of transformers' `ForCausalLMLoss` from hidden states, `chunk` tokens at a time.
+
+    Args:
+        hidden: [B, T, D].
+        head: a linear layer without a bias, [V, D].
+        labels: [B, T], -100 is ignored; shifted inside, unless `shift_labels` [B, T] are.
+        num_items_in_batch: what the sum is divided by; None: the targets that count.
+
+    Raises:
+        ValueError: for a head that is more than its weight, or is spread over processes.
+    """
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None or hasattr(head.weight, "device_mesh"):
+        raise ValueError(
+            f"loss_chunk reads the weight of lm_head alone, and this {type(head).__name__} has an adapter, a bias or a "
+            "weight that processes share: set loss_chunk to None"
+        )
+    targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shift_labels is None else shift_labels
+    targets = targets.to(hidden.device).flatten()
+    total = chunked_cross_entropy(hidden.flatten(0, 1), head.weight, targets, chunk)
+    count = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)
