@@ -312,7 +312,7 @@ class ContextPlan:
         passes = [on and not starts for on, starts in zip(goes_on[self.rank], own, strict=True)]
         self._passes = torch.tensor(passes, device=device)
 
-    def short_convs(self, inputs, weights, tails, cu_seqlens):
+    def short_convs(self, inputs, weights, tails, cu_seqlens, keep_tails):
         """As `short_conv.short_convs`; in front of every row the inputs of its first document in the part before."""
         history = weights[0].shape[-1] - 1
         rows = [x.reshape(self.rows, self.parts[self.rank], -1) for x in inputs]
@@ -329,7 +329,7 @@ class ContextPlan:
             for first in self._first:
                 lengths[first] += history
             cu_seqlens = F.pad(torch.tensor(lengths, device=cu_seqlens.device).cumsum(0), (1, 0))
-        outputs, new_tails = short_conv.short_convs(tuple(longer), weights, None, cu_seqlens)
+        outputs, new_tails = short_conv.short_convs(tuple(longer), weights, None, cu_seqlens, keep_tails)
         shape = self.rows, history + self.parts[self.rank], -1
         return tuple(y.reshape(shape)[:, history:].reshape(x.shape) for x, y in zip(inputs, outputs, strict=True)), (
             new_tails

@@ -194,7 +194,7 @@ class KimiK3DeltaAttention(nn.Module):
                     in_place=state.writes_in_place and not kept_rows and not torch.is_grad_enabled(),
                 )
             else:
-                convolved, new_tails = convolve(projected, conv_weights, tails, cu_seqlens)
+                convolved, new_tails = convolve(projected, conv_weights, tails, cu_seqlens, state is not None)
                 heads = (*x.shape[:2], self.num_heads, self.head_dim)
                 q, k, v, decay = (u.view(heads) for u in (*convolved, logits[0]))
                 arguments = q, k, v, decay, logits[1], *weights[1:]

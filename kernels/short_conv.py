@@ -28,17 +28,8 @@ def short_conv(
     Returns:
         y [B, T, P] in the dtype of x, and the last W - 1 inputs of every sequence [N, W - 1, P] in the dtype of x.
     """
-    width = weight.shape[-1]
-    if tail is not None:
-        tail = tail.to(x.dtype)
-    new_tail = advance_tail(x, tail, width, cu_seqlens)
-    # The kernel has no gradient for the tail, which only a cache that is trained through would need.
-    if dispatch.triton_refusal(x, weight) is None and not (tail is not None and tail.requires_grad):
-        function = _ShortConv.apply if dispatch.needs_grad(x, weight) else _forward
-        y = dispatch.run_kernels(function, x, weight, tail, cu_seqlens)
-        if y is not None:
-            return y, new_tail
-    return _composed(x, weight, tail, cu_seqlens), new_tail
+    (y,), (new_tail,) = short_convs((x,), (weight,), None if tail is None else (tail,), cu_seqlens)
+    return y, new_tail
 
 
 def short_convs(
@@ -46,22 +37,21 @@ def short_convs(
     weights: tuple[torch.Tensor, ...],
     tails: tuple[torch.Tensor, ...] | None,
     cu_seqlens: torch.Tensor | None = None,
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """`short_conv` of several inputs, each with its weight and tail (None: zeros for all): outputs and new tails."""
+    keep_tails: bool = True,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...] | None]:
+    """`short_conv` of several inputs, each with its weight and tail (None: zeros for all): outputs and new tails.
+
+    Inputs of one shape are one launch. Without `keep_tails` there are no new tails.
+    """
+    if tails is not None:
+        tails = tuple(tail.to(x.dtype) for x, tail in zip(inputs, tails, strict=True))
     alike = len({(x.shape, x.dtype, x.stride(), w.shape) for x, w in zip(inputs, weights, strict=True)}) == 1
-    if (
-        alike
-        and not dispatch.needs_grad(*inputs, *weights, *(tails or ()))
-        and dispatch.triton_refusal(*inputs, *weights) is None
-    ):  # one launch for all
-        old = tails and tuple(tail.to(x.dtype) for x, tail in zip(inputs, tails, strict=True))
-        outputs = dispatch.run_kernels(_forward_all, inputs, weights, old, cu_seqlens)
-        if outputs is not None:
-            return outputs, _advance_tails(inputs, old, weights, cu_seqlens)
-    tails = tails or (None,) * len(inputs)
-    results = [short_conv(x, w, tail, cu_seqlens) for x, w, tail in zip(inputs, weights, tails, strict=True)]
-    outputs, new_tails = zip(*results, strict=True)
-    return outputs, new_tails
+    if alike:
+        outputs = _outputs(inputs, weights, tails, cu_seqlens)
+    else:
+        each = zip(inputs, weights, tails or (None,) * len(inputs), strict=True)
+        outputs = tuple(_outputs((x,), (w,), None if t is None else (t,), cu_seqlens)[0] for x, w, t in each)
+    return outputs, _advance_tails(inputs, tails, weights, cu_seqlens) if keep_tails else None
 
 
 def tails_after(
@@ -82,6 +72,18 @@ def _advance_tails(inputs, tails, weights, cu_seqlens=None):
     )
 
 
+def _outputs(inputs, weights, tails, cu_seqlens):
+    """Outputs for inputs of one shape and stride."""
+    # The kernel has no gradient for the tails, which only a cache that is trained through would need.
+    if dispatch.triton_refusal(*inputs, *weights) is None and not dispatch.needs_grad(*(tails or ())):
+        function = _ShortConvs.apply if dispatch.needs_grad(*inputs, *weights) else _forward
+        outputs = dispatch.run_kernels(function, cu_seqlens, len(inputs), *inputs, *weights, *(tails or ()))
+        if outputs is not None:
+            return outputs
+    each = zip(inputs, weights, tails or (None,) * len(inputs), strict=True)
+    return tuple(_composed(x, weight, tail, cu_seqlens) for x, weight, tail in each)
+
+
 def _composed(x, weight, tail, cu_seqlens):
     """y of `short_conv` in torch."""
     accumulate = torch.promote_types(x.dtype, torch.float32)
@@ -92,41 +94,44 @@ def _composed(x, weight, tail, cu_seqlens):
     return F.silu(total).to(x.dtype)
 
 
-def _forward_all(inputs, weights, tails, cu_seqlens):
+def _sorted(count, tensors):
+    """(inputs, weights, tails or None) as the kernels read them, of `count` inputs, weights and perhaps tails."""
+    inputs, weights, tails = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+    inputs = tuple(map(dispatch.token_rows, inputs))
+    return inputs, tuple(w.contiguous() for w in weights), tuple(t.contiguous() for t in tails) or None
+
+
+def _forward(cu_seqlens, count, *tensors):
     from . import short_conv_triton
 
-    inputs = tuple(map(dispatch.token_rows, inputs))
-    tails = tails and tuple(tail.contiguous() for tail in tails)
-    return short_conv_triton.forward(inputs, tuple(weight.contiguous() for weight in weights), tails, cu_seqlens)
+    return short_conv_triton.forward(*_sorted(count, tensors), cu_seqlens)
 
 
-def _forward(x, weight, tail, cu_seqlens):
-    return _forward_all((x,), (weight,), None if tail is None else (tail,), cu_seqlens)[0]
-
-
-class _ShortConv(torch.autograd.Function):
+class _ShortConvs(torch.autograd.Function):
     """The Triton kernels; the backward pass recomputes from the inputs."""
 
     @staticmethod
-    def forward(ctx, x, weight, tail, cu_seqlens):
-        x = dispatch.token_rows(x)
-        tail = None if tail is None else tail.contiguous()
-        ctx.save_for_backward(x, weight, tail, cu_seqlens)
-        return _forward(x, weight, tail, cu_seqlens)
+    def forward(ctx, cu_seqlens, count, *tensors):
+        inputs, weights, tails = _sorted(count, tensors)
+        ctx.count = count
+        ctx.save_for_backward(cu_seqlens, *inputs, *weights, *(tails or ()))
+        return _forward(cu_seqlens, count, *inputs, *weights, *(tails or ()))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, *grads):
         from . import short_conv_triton
 
-        x, weight, tail, cu_seqlens = ctx.saved_tensors
-        arguments = (x, weight.contiguous(), tail, cu_seqlens)
-        grads = dispatch.run_kernels(short_conv_triton.backward, *arguments, dy.contiguous())
-        if grads is None:
-            leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        cu_seqlens, *tensors = ctx.saved_tensors
+        inputs, weights, tails = _sorted(ctx.count, tuple(tensors))
+        grads = tuple(grad.contiguous() for grad in grads)
+        found = dispatch.run_kernels(short_conv_triton.backward, inputs, weights, tails, cu_seqlens, grads)
+        if found is None:
+            leaves = [x.detach().requires_grad_() for x in (*inputs, *weights)]
+            each = zip(leaves[: ctx.count], leaves[ctx.count :], tails or (None,) * ctx.count, strict=True)
             with torch.enable_grad():
-                grads = torch.autograd.grad(_composed(*leaves, tail, cu_seqlens), leaves, dy)
-        return *grads, None, None
+                found = torch.autograd.grad([_composed(x, w, t, cu_seqlens) for x, w, t in each], leaves, grads)
+        return None, None, *found, *(None,) * len(tails or ())
 
 
 def advance_tail(

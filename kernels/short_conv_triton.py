@@ -67,17 +67,12 @@ def conv_kernel(
 
 
 @triton.jit
-def conv_backward_kernel(
-    x, weight, tail, dy, dx, dweight, cu_seqlens, sequence_of, tokens, T, P, stride_x,
-    W: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, VARLEN: tl.constexpr, HAS_TAIL: tl.constexpr,
-    PTX: tl.constexpr,
+def convolve_backward(
+    x, weight, tail, dy, dx, dweight, token, c, n, first, end, tokens, P, stride_x,
+    W: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, HAS_TAIL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """dx_t = sum over the W outputs that read x_t; the gradient of the weight is summed over the program's tokens."""
-    i_t = tl.program_id(0).to(tl.int64)
-    token = i_t * BT + tl.arange(0, BT)
-    c = tl.program_id(1) * BP + tl.arange(0, BP)
     in_p = c < P
-    n, first, end = bounds(token, tokens, T, cu_seqlens, sequence_of, VARLEN)
     total = tl.zeros((BT, BP), tl.float32)
     for later in tl.static_range(W):
         reader = token + later
@@ -93,9 +88,28 @@ def conv_backward_kernel(
         if later == 0:
             for tap in tl.static_range(W):
                 value = load_input(x, tail, token - (W - 1) + tap, n, first, c, mask, stride_x, P, W, HAS_TAIL)
-                tl.store(dweight + (i_t * P + c) * W + tap, tl.sum(grad * value, axis=0), mask=in_p)
+                tl.store(dweight + c * W + tap, tl.sum(grad * value, axis=0), mask=in_p)
     tl.store(dx + token[:, None] * P + c[None, :], total.to(dx.dtype.element_ty),
              mask=(token < tokens)[:, None] & in_p[None, :])  # fmt: skip
+
+
+@triton.jit
+def conv_backward_kernel(
+    xs, weights, tails, dys, dxs, dweights, cu_seqlens, sequence_of, tokens, T, P, stride_x,
+    N: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, VARLEN: tl.constexpr, HAS_TAIL: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """As `conv_kernel`; dweights [token blocks, N, P, W]."""
+    i_t = tl.program_id(0).to(tl.int64)
+    token = i_t * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BP + tl.arange(0, BP)
+    n, first, end = bounds(token, tokens, T, cu_seqlens, sequence_of, VARLEN)
+    for i in tl.static_range(N):
+        if tl.program_id(2) == i:
+            convolve_backward(
+                xs[i], weights[i], tails[i], dys[i], dxs[i], dweights + (i_t * N + i) * P * W, token, c, n, first, end,
+                tokens, P, stride_x, W, BT, BP, HAS_TAIL, PTX,
+            )  # fmt: skip
 
 
 def _sequence_of(x, cu_seqlens):
@@ -120,15 +134,17 @@ def forward(inputs, weights, tails, cu_seqlens):
     return outputs
 
 
-def backward(x, weight, tail, cu_seqlens, dy):
-    """Gradients of x and of the weight."""
+def backward(inputs, weights, tails, cu_seqlens, grads):
+    """Gradients of the inputs, then of the weights, all contiguous, in one launch."""
+    x, weight, count = inputs[0], weights[0], len(inputs)
     batch, length, channels = x.shape
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dxs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
     programs = triton.cdiv(batch * length, BLOCK_T)
-    dweight = torch.empty(programs, *weight.shape, device=x.device, dtype=torch.float32)
-    conv_backward_kernel[(programs, triton.cdiv(channels, BLOCK_P))](
-        x, weight, tail, dy, dx, dweight, cu_seqlens, _sequence_of(x, cu_seqlens), batch * length, length, channels,
-        x.stride(1),
-        weight.shape[-1], BLOCK_T, BLOCK_P, cu_seqlens is not None, tail is not None, tools.USE_PTX, num_warps=4,
+    dweights = torch.empty(programs, count, *weight.shape, device=x.device, dtype=torch.float32)
+    conv_backward_kernel[(programs, triton.cdiv(channels, BLOCK_P), count)](
+        inputs, weights, tails or inputs, grads, dxs, dweights, cu_seqlens, _sequence_of(x, cu_seqlens), batch * length,
+        length, channels, x.stride(1),
+        count, weight.shape[-1], BLOCK_T, BLOCK_P, cu_seqlens is not None, tails is not None, tools.USE_PTX,
+        num_warps=4,
     )  # fmt: skip
-    return dx, dweight.sum(0).to(weight.dtype)
+    return *dxs, *(total.to(w.dtype) for total, w in zip(dweights.sum(0), weights, strict=True))

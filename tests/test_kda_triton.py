@@ -319,6 +319,24 @@ def test_views_of_one_wide_projection_and_a_bfloat16_state():
     assert rms_ratio(final, oracle({**inputs, "initial_state": state}, **options)[1]) < 5e-3
 
 
+@pytest.mark.parametrize("with_tail", [False, True])
+def test_several_convolutions_are_one_after_the_other(with_tail):
+    """Outputs, gradients and tails of three inputs in one launch, bit for bit; only what is asked for is kept."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 37, 40, device=DEVICE, requires_grad=True) for _ in range(3)]
+    weights = [torch.randn(40, 1, 4, device=DEVICE, requires_grad=True) for _ in range(3)]
+    tails = [torch.randn(2, 3, 40, device=DEVICE) for _ in range(3)] if with_tail else None
+    grads = [torch.randn(2, 37, 40, device=DEVICE) for _ in range(3)]
+    got, new_tails = short_conv.short_convs(inputs, weights, tails)
+    found = torch.autograd.grad(got, [*inputs, *weights], grads)
+    for i in range(3):
+        y, new_tail = short_conv.short_conv(inputs[i], weights[i], tails[i] if with_tail else None)
+        of_x, of_weight = torch.autograd.grad(y, [inputs[i], weights[i]], grads[i])
+        for a, b in ((got[i], y), (new_tails[i], new_tail), (found[i], of_x), (found[3 + i], of_weight)):
+            assert torch.equal(a, b)
+    assert short_conv.short_convs(inputs, weights, tails, keep_tails=False)[1] is None
+
+
 @pytest.mark.parametrize("lengths", [None, [1, 0, 39, 2, 28]])
 @pytest.mark.parametrize("with_tail", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)

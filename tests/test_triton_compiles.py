@@ -61,7 +61,7 @@ MLA = dict(H=96, R=512, P=64, BR=512, BP=64, BM=BM, BN=BN, CAUSAL=True, STAGES=M
 MERGE = dict(H=96, R=512, BC=128, BS=64)
 NORMS = dict(D=7168, BD=8192, BR=1)
 GLU, BETA = dict(M=33792, BLOCK=1024, SITU=True, CAPPED=True), dict(beta="fp32")
-CONVOLUTIONS = dict(xs=("*bf16",) * 3, tails=("*bf16",) * 3, ys=("*bf16",) * 3, weights=("*fp32",) * 3)
+CONVOLUTIONS = dict.fromkeys("xs tails ys dys dxs".split(), ("*bf16",) * 3) | dict(weights=("*fp32",) * 3)
 ROUTER = dict.fromkeys("logits bias weights".split(), "*fp32") | dict(chosen="*i64", scaling="fp32", stride="i32")
 CASES = [
     (kda_chunk_triton.prepare_kernel, 2, dict(residual=None), {}),
@@ -75,7 +75,7 @@ CASES = [
     (kda_backward_triton.chunk_backward_kernel, 8, dict(BOUNDED=False, NARROW=False), {}),
     (kda_step_triton.step_kernel, 4, {}, {}),
     (short_conv_triton.conv_kernel, 4, dict(N=3), CONVOLUTIONS),
-    (short_conv_triton.conv_backward_kernel, 4, {}, dict(weight="*fp32")),
+    (short_conv_triton.conv_backward_kernel, 4, dict(N=3), dict(CONVOLUTIONS, dweights="*fp32")),
     (attn_res_triton.mix_kernel, 8, {}, {}),
     (attn_res_triton.mix_backward_kernel, 8, {}, {}),
     (experts_triton.plan_kernel, 1, EXPERTS, RANKS),
