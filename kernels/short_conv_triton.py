@@ -38,17 +38,13 @@ def load_input(x, tail, token, n, first, c, mask, stride_x, P, W: tl.constexpr, 
 
 
 @triton.jit
-def convolve(
-    x, weight, tail, y, token, c, n, first, tokens, P, stride_x, W: tl.constexpr, HAS_TAIL: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
-    mask = (token < tokens)[:, None] & (c < P)[None, :]
-    total = tl.zeros_like(mask).to(tl.float32)
-    for tap in tl.static_range(W):
-        value = load_input(x, tail, token - (W - 1) + tap, n, first, c, mask, stride_x, P, W, HAS_TAIL)
-        total += value * tl.load(weight + c * W + tap, mask=c < P, other=0.0).to(tl.float32)[None, :]
-    total *= sigmoid(total, PTX)
-    tl.store(y + token[:, None] * P + c[None, :], total.to(y.dtype.element_ty), mask=mask)
+def chosen(tensors, N: tl.constexpr):
+    """The one of N tensors that the program belongs to."""
+    tensor = tensors[0]
+    for i in tl.static_range(1, N):
+        if tl.program_id(2) == i:
+            tensor = tensors[i]
+    return tensor
 
 
 @triton.jit
@@ -61,18 +57,33 @@ def conv_kernel(
     token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BP + tl.arange(0, BP)
     n, first, _ = bounds(token, tokens, T, cu_seqlens, sequence_of, VARLEN)
-    for i in tl.static_range(N):
-        if tl.program_id(2) == i:
-            convolve(xs[i], weights[i], tails[i], ys[i], token, c, n, first, tokens, P, stride_x, W, HAS_TAIL, PTX)
+    x, weight, tail, y = chosen(xs, N), chosen(weights, N), chosen(tails, N), chosen(ys, N)
+    mask = (token < tokens)[:, None] & (c < P)[None, :]
+    total = tl.zeros((BT, BP), tl.float32)
+    for tap in tl.static_range(W):
+        value = load_input(x, tail, token - (W - 1) + tap, n, first, c, mask, stride_x, P, W, HAS_TAIL)
+        total += value * tl.load(weight + c * W + tap, mask=c < P, other=0.0).to(tl.float32)[None, :]
+    total *= sigmoid(total, PTX)
+    tl.store(y + token[:, None] * P + c[None, :], total.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def convolve_backward(
-    x, weight, tail, dy, dx, dweight, token, c, n, first, end, tokens, P, stride_x,
-    W: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, HAS_TAIL: tl.constexpr, PTX: tl.constexpr,
+def conv_backward_kernel(
+    xs, weights, tails, dys, dxs, dweights, cu_seqlens, sequence_of, tokens, T, P, stride_x,
+    N: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, VARLEN: tl.constexpr, HAS_TAIL: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """dx_t = sum over the W outputs that read x_t; the gradient of the weight is summed over the program's tokens."""
+    """dx_t = sum over the W outputs that read x_t; the gradient of the weight is summed over the program's tokens.
+
+    As `conv_kernel`; dweights [token blocks, N, P, W].
+    """
+    i_t = tl.program_id(0).to(tl.int64)
+    token = i_t * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BP + tl.arange(0, BP)
     in_p = c < P
+    n, first, end = bounds(token, tokens, T, cu_seqlens, sequence_of, VARLEN)
+    x, weight, tail, dy, dx = chosen(xs, N), chosen(weights, N), chosen(tails, N), chosen(dys, N), chosen(dxs, N)
+    dweight = dweights + (i_t * N + tl.program_id(2)) * P * W
     total = tl.zeros((BT, BP), tl.float32)
     for later in tl.static_range(W):
         reader = token + later
@@ -91,25 +102,6 @@ def convolve_backward(
                 tl.store(dweight + c * W + tap, tl.sum(grad * value, axis=0), mask=in_p)
     tl.store(dx + token[:, None] * P + c[None, :], total.to(dx.dtype.element_ty),
              mask=(token < tokens)[:, None] & in_p[None, :])  # fmt: skip
-
-
-@triton.jit
-def conv_backward_kernel(
-    xs, weights, tails, dys, dxs, dweights, cu_seqlens, sequence_of, tokens, T, P, stride_x,
-    N: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, VARLEN: tl.constexpr, HAS_TAIL: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
-    """As `conv_kernel`; dweights [token blocks, N, P, W]."""
-    i_t = tl.program_id(0).to(tl.int64)
-    token = i_t * BT + tl.arange(0, BT)
-    c = tl.program_id(1) * BP + tl.arange(0, BP)
-    n, first, end = bounds(token, tokens, T, cu_seqlens, sequence_of, VARLEN)
-    for i in tl.static_range(N):
-        if tl.program_id(2) == i:
-            convolve_backward(
-                xs[i], weights[i], tails[i], dys[i], dxs[i], dweights + (i_t * N + i) * P * W, token, c, n, first, end,
-                tokens, P, stride_x, W, BT, BP, HAS_TAIL, PTX,
-            )  # fmt: skip
 
 
 def _sequence_of(x, cu_seqlens):
