@@ -255,7 +255,7 @@ class PipelinePart(nn.Module):
         if not stage.pp_is_last_stage:
             return (partial, *blocks)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return self.model.lm_head(backbone.output_norm(partial, tuple(blocks))[:, kept])
+        return self.model.lm_head(backbone.output_norm(partial, *blocks)[:, kept])
 
 
 def pipeline_forward(model: nn.Module):

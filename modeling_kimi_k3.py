@@ -441,7 +441,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             for name, value in (("hidden_states", read), ("attentions", weights), ("router_logits", logits)):
                 if name in collected and value is not None:
                     collected[name] += (value,)
-        hidden_states = self.output_norm(partial, blocks)
+        hidden_states = self.output_norm(partial, *blocks)
         if self.check_finite:
             finite.append(torch.isfinite(hidden_states).all())
             self._raise_where_not_finite(torch.stack([flag.to(finite[0].device) for flag in finite]).tolist())
@@ -462,13 +462,23 @@ class KimiK3Model(KimiK3PreTrainedModel):
             and not torch.is_grad_enabled()
         )
 
-    def output_norm(self, partial: torch.Tensor, blocks: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """What the head reads, [B, T, hidden]: the output mix over depth (the stream without it), normed."""
-        if self.config.attn_res_block_size is not None:
-            norm, proj = self.output_attn_res_norm(), self.output_attn_res_proj()
-            sources = [source.to(norm.device) for source in (*blocks, partial)]  # each lies where its layer ran
-            partial = attn_res.attn_res_mix(sources, norm, proj.to(norm.device), self.config.rms_norm_eps)
-        return self.norm(partial)
+    def output_norm(self, partial: torch.Tensor, *blocks: torch.Tensor) -> torch.Tensor:
+        """What the head reads, [B, T, hidden]: the output mix over depth (the stream without it), normed.
+
+        Its sources are held as the inputs of layers. Under gradient checkpointing they are all that is held: the mix
+        runs again in backward, as those in layers do.
+        """
+        if self.config.attn_res_block_size is None:
+            return self.norm(partial)
+        if self.gradient_checkpointing and self.training and partial.requires_grad:
+            return self._gradient_checkpointing_func(self._mixed_norm, partial, *blocks)
+        return self._mixed_norm(partial, *blocks)
+
+    def _mixed_norm(self, partial, *blocks):
+        norm, proj = self.output_attn_res_norm(), self.output_attn_res_proj()
+        sources = [source.to(norm.device) for source in (*blocks, partial)]  # each lies where its layer ran
+        mixed = attn_res.attn_res_mix(sources, norm, proj.to(norm.device), self.config.rms_norm_eps)
+        return self.norm(mixed)
 
     @staticmethod
     def _check_cache(cache, rows: int, length: int) -> None:
