@@ -3,6 +3,7 @@
 import hashlib
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 
@@ -29,9 +30,8 @@ class EndpointReader:
         if not url.startswith(("http://", "https://")):
             raise EvalError(f"the endpoint {url} is no address: write http://localhost:8000/v1")
         self.url, self.model, self.tokens, self.timeout = url.rstrip("/") + "/completions", model, tokens, timeout
-        usage = self._ask(PROBE, 1).get("usage") or {}
-        counted, own = usage.get("prompt_tokens"), tokens.count(PROBE)
-        if counted is not None and counted != own:
+        counted, own = _counted(self._ask(PROBE, 1)), tokens.count(PROBE)
+        if counted not in (None, own):
             raise EvalError(
                 f"the endpoint counts {counted} tokens in {PROBE!r} and the tokenizer of MODEL {own}: "
                 "give the folder of the model that the server runs"
@@ -48,7 +48,14 @@ class EndpointReader:
         return [[self._answer(prompt, task) for prompt in prompts] for prompts in units]
 
     def _answer(self, prompt, task):
-        return self._ask(prompt.text, answer_room(prompt, task, self.tokens))["choices"][0]["text"]
+        reply = self._ask(prompt.text, answer_room(prompt, task, self.tokens))
+        counted = _counted(reply)
+        if counted not in (None, len(prompt.ids)):
+            raise EvalError(
+                f"the endpoint {self.url} read {counted} tokens of a prompt of {len(prompt.ids)}: "
+                "it cuts long prompts, or its tokenizer is not that of MODEL"
+            )
+        return reply["choices"][0]["text"]
 
     def _ask(self, text, most):
         """The server's reply as a dict.
@@ -62,7 +69,7 @@ class EndpointReader:
         )
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                answer = json.loads(reply.read())
+                answer = json.loads(self._body(reply))
         except urllib.error.HTTPError as error:
             said = " ".join(error.read(1000).decode(errors="replace").split())  # a sentence has one line
             raise EvalError(f"the endpoint {self.url} answered {error.code} {error.reason}: {said[:300]}") from error
@@ -75,7 +82,25 @@ class EndpointReader:
             raise EvalError(f"the endpoint {self.url} cannot be reached: {reason}") from error
         except ValueError as error:
             raise EvalError(f"the endpoint {self.url} did not answer in JSON") from error
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not choices or not isinstance(choices[0].get("text"), str):
+        try:
+            named = isinstance(answer["choices"][0]["text"], str)
+        except (LookupError, TypeError):
+            named = False
+        if not named:
             raise EvalError(f"the endpoint {self.url} answered without choices[0].text: {json.dumps(answer)[:200]}")
         return answer
+
+    def _body(self, reply):
+        """All bytes of a reply; the timeout of a socket alone would begin anew with each of them."""
+        end, parts = time.monotonic() + self.timeout, []
+        while part := reply.read1():
+            parts.append(part)
+            if time.monotonic() > end:
+                raise TimeoutError
+        return b"".join(parts)
+
+
+def _counted(reply):
+    """The tokens that a server says it read; None if it does not say."""
+    usage = reply.get("usage")
+    return usage.get("prompt_tokens") if isinstance(usage, dict) else None

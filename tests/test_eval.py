@@ -1,6 +1,7 @@
 """Evaluations: any model, any batch, killed and continued, refused where they cannot be right; pictures and servers."""
 
 import base64
+import contextlib
 import http.server
 import json
 import re
@@ -357,10 +358,26 @@ class Server(http.server.BaseHTTPRequestHandler):
             time.sleep(2)
         if mood == "error":
             return self.send_error(503, "overloaded")
+        if mood == "drip":
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(20):
+                    self.wfile.write(b" ")
+                    time.sleep(0.1)
+            return None
         found = re.search(r"secret number of \w+ is (\d+)", asked["prompt"])
         reply = {"choices": [{"text": f" {found.group(1)}." if found else "?"}]}
         reply["usage"] = {"prompt_tokens": len(asked["prompt"]) + (7 if mood == "other tokenizer" else 0)}
-        body = {"text": b"welcome", "empty": b'{"choices": []}'}.get(mood, json.dumps(reply).encode())
+        if mood == "cuts":
+            reply["usage"]["prompt_tokens"] = min(len(asked["prompt"]), 200)
+        forms = {
+            "text": b"welcome",
+            "empty": b'{"choices": []}',
+            "number": b'{"choices": [3]}',
+            "no list": b'{"choices": {}}',
+        }
+        body = forms.get(mood, json.dumps(reply).encode())
         self.send_response(200)
         self.end_headers()
         self.wfile.write(body)
@@ -404,13 +421,24 @@ def test_a_server_is_asked_and_what_it_answered_survives_its_failure(server, tmp
     assert results(tmp_path / "bad") == results(tmp_path / "good")
 
 
+def test_a_server_that_cuts_prompts_gets_no_score(server, tmp_path):
+    reader = EndpointReader(server, "model", LETTERS, timeout=5)
+    Server.mood = "cuts"
+    with pytest.raises(EvalError, match="read 200 tokens of a prompt of 256: it cuts long prompts"):
+        evaluate(reader, LETTERS, NOISE, ONE_FACT, tmp_path)
+    assert not results(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("mood", "sentence"),
     [
         ("slow", "gave no answer within 0.5 seconds"),
+        ("drip", "gave no answer within 0.5 seconds"),
         ("error", "answered 503 overloaded"),
         ("text", "did not answer in JSON"),
         ("empty", r"answered without choices\[0\].text"),
+        ("number", r"answered without choices\[0\].text"),
+        ("no list", r"answered without choices\[0\].text"),
         ("other tokenizer", "counts 26 tokens in 'The grass is green.' and the tokenizer of MODEL 19"),
     ],
 )
