@@ -700,7 +700,7 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
             **kwargs,
         )
         logits = loss = None
-        if self.loss_chunk and self.training and labels is not None:
+        if self.loss_chunk is not None and self.training and labels is not None:
             hidden = outputs.last_hidden_state
             loss = cross_entropy.causal_lm_loss(hidden, self.lm_head, labels, self.loss_chunk, **kwargs)
         else:

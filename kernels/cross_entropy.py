@@ -30,13 +30,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_hidden[rows] = slope @ weight.to(h.dtype)
             if grad_weight is not None:
                 grad_weight += slope.T @ h
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, grad_weight, (targets != IGNORED).any())
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden, grad_weight, counted = ctx.saved_tensors
+        grad = grad.where(counted, 0.0)  # the mean of no targets has an infinite slope; torch's gradient is 0
         grad_weight = None if grad_weight is None else grad_weight * grad
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None
 
@@ -54,7 +55,14 @@ def chunked_cross_entropy(
 
     Returns:
         float32 scalar, the sum; divide by the number of targets for the mean.
+
+    Raises:
+        ValueError: for a chunk of less than one token, and where targets are not one for each token.
     """
+    if not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"the loss is made in chunks of a whole number of tokens, at least 1, not {chunk!r}")
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"{targets.numel()} labels do not fit {len(hidden)} tokens")
     return _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk)
 
 

@@ -44,6 +44,12 @@ def test_what_has_no_cross_entropy_is_refused():
     for wrong in (-1, 10):
         with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
             chunked_cross_entropy(hidden, weight, torch.tensor([1, wrong, 2, -100]))
+    for chunk in (0, -1, 2.0):
+        with pytest.raises(ValueError, match=f"at least 1, not {chunk}"):
+            chunked_cross_entropy(hidden, weight, torch.tensor([1, 3, 2, -100]), chunk)
+    for count in (2, 3, 6):  # in chunks of 2 nothing else would fail
+        with pytest.raises(ValueError, match=f"{count} labels do not fit 4 tokens"):
+            chunked_cross_entropy(hidden, weight, torch.ones(count, dtype=torch.long), 2)
     loss = chunked_cross_entropy(hidden, weight, torch.tensor([1, 3, 2, -100]))
     (slope,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -92,6 +98,18 @@ def test_loss_and_gradients_are_those_of_all_logits(data_dir, chunk, how):
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=0)
     for ours, expected in zip(found[1][1], found[0][1], strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": torch.tensor(0)}])
+def test_a_batch_without_targets_moves_no_weight(data_dir, options):
+    """Its mean is not a number, as it is with all logits, but its gradients are zero."""
+    ids = torch.randint(3, 160, (1, 6))
+    for size in (None, 4):
+        model = small(data_dir, loss_chunk=size)
+        loss = model(ids, labels=torch.full_like(ids, -100), use_cache=False, **options).loss
+        loss.backward()
+        assert loss.isnan() and model.lm_head.weight.grad.abs().max() == 0
+        assert all(p.grad is None or p.grad.abs().max() == 0 for p in model.parameters())
 
 
 def test_evaluation_keeps_its_logits(data_dir):
