@@ -14,6 +14,7 @@ This is a file of the root because it serves a prefill as well as training; mode
 """
 
 import contextlib
+import hashlib
 import importlib
 import inspect
 
@@ -92,9 +93,26 @@ def shard(batch: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None
     Returns:
         the part [B, t] of each. With labels also `shift_labels`, shifted across the cuts, and `num_items_in_batch`, the
         number of labels in the whole batch: the losses of all processes sum up to that of the batch.
+
+    Raises:
+        ValueError: on every process, for what cannot be cut on one of them, and for batches that are not the same.
     """
     _check_group(group)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
+    try:
+        whole = _whole(batch)
+        facts = {"refusal": None, "the batch, which has to be whole on each of them": _digests(whole)}
+    except Exception as error:  # as in `_planned`
+        facts = {"refusal": str(error)}
+    _agree(facts, group)
+    part = {name: value.tensor_split(world, dim=1)[rank].contiguous() for name, value in whole.items()}
+    if "labels" in part:
+        part["num_items_in_batch"] = (whole["shift_labels"] != -100).sum()
+    return part
+
+
+def _whole(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All that `shard` cuts, each [B, T]."""
     batch = dict(batch)
     ids = batch.pop("input_ids")
     whole = {"input_ids": ids}
@@ -119,10 +137,14 @@ def shard(batch: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None
     for name, value in whole.items():
         if value.shape != ids.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {tuple(ids.shape)} as input_ids")
-    part = {name: value.tensor_split(world, dim=1)[rank].contiguous() for name, value in whole.items()}
-    if labels is not None:
-        part["num_items_in_batch"] = (whole["shift_labels"] != -100).sum()
-    return part
+    return whole
+
+
+def _digests(whole):
+    return {
+        name: (*value.shape, hashlib.sha256(value.cpu().contiguous().numpy().tobytes()).hexdigest()[:8])
+        for name, value in whole.items()
+    }
 
 
 @torch.no_grad()

@@ -45,8 +45,8 @@ def load(folder, dtype=torch.float32, attention="sdpa"):
     return model.to(device(), dtype)  # float64 for the parameters that are float32 in any file, too
 
 
-def assert_as_one(model, bound, rows=2, **more):
-    """Logits of this part and the gradients of all parts."""
+def assert_as_one(model, bound, rows=2, loss_chunk=None, **more):
+    """Logits of this part (none with `loss_chunk`) and the gradients of all parts."""
     model.zero_grad()
     more = {name: x.to(device()) for name, x in more.items()}
     batch = {"input_ids": ids(rows), "labels": ids(rows), **more}
@@ -56,10 +56,12 @@ def assert_as_one(model, bound, rows=2, **more):
     model.zero_grad()
     with context_parallel(model):
         part = shard(batch)
+        model.loss_chunk = loss_chunk
         out = model(**part, use_cache=False)
+        model.loss_chunk = None
     out.loss.backward()
     logits = whole.logits.tensor_split(dist.get_world_size(), dim=1)[dist.get_rank()]
-    assert (out.logits - logits).abs().max() < bound
+    assert out.logits is None if loss_chunk else (out.logits - logits).abs().max() < bound
     loss = out.loss.detach().clone()
     dist.all_reduce(loss)
     torch.testing.assert_close(loss, whole.loss, rtol=1e-5, atol=1e-5)
@@ -94,6 +96,7 @@ def logits_and_gradients(data_dir):
     assert_as_one(model, 1e-9, rows=1, cu_seq_lens_q=torch.tensor([0, 40, 110, LENGTH]))
     assert_as_one(load(data_dir / "k3_dense_flat", attention="eager").train(), 1e-4, position_ids=PACKED)
     assert_as_one(load(data_dir / "kimi_linear_flat").train(), 1e-4)
+    assert_as_one(load(data_dir / "kimi_linear_flat").train(), 1e-4, loss_chunk=50, position_ids=PACKED)
 
 
 def adapters(data_dir):
@@ -185,8 +188,11 @@ def refusals(rank, data_dir):
         ({"labels": part[:, :9]}, "labels has shape"),
         ({"cu_seq_lens_q": torch.tensor([0, 70])}, "does not describe one row of 70 tokens"),
     ):
-        with pytest.raises(ValueError, match=message):
-            shard({"input_ids": part, **batch})
+        with pytest.raises(ValueError, match=f"process 1 .*{message}"):
+            shard({"input_ids": part, **(batch if rank else {})})
+    for other in (part[:1], part[:, :-1], part + 1):  # as a sampler that deals out batches would give them
+        with pytest.raises(ValueError, match="disagree about the batch, which has to be whole on each of them"):
+            shard({"input_ids": other if rank else part})
 
 
 def death(rank, data_dir):
