@@ -131,12 +131,22 @@ class Results:
         return tuple(line[name] for name in self._key)
 
     def append(self, lines: list[dict]) -> None:
-        """Write lines at once and to the disk, each with the identity."""
+        """Write lines at once and to the disk, each with the identity.
+
+        Raises:
+            EvalError: if they cannot be written, to a full disk for example.
+        """
         lines = [{**line, **self.identity} for line in lines]
-        with self.file.open("ab") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.file.open("ab") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise EvalError(
+                f"{self.file} cannot be written any more ({error.strerror}): it keeps {len(self.lines)} results, and "
+                "the same command goes on from there"
+            ) from error
         self.lines += lines
         self.done |= {self.key(line) for line in lines}
 

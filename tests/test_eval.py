@@ -223,6 +223,22 @@ def test_a_kill_in_the_middle_of_a_line_or_of_a_text(share, uninterrupted, tmp_p
     assert lines == [json.loads(line) for line in whole.splitlines()]
 
 
+def test_a_full_disk_keeps_what_was_answered(uninterrupted, tmp_path):
+    resource = pytest.importorskip("resource")
+    usual, room = resource.getrlimit(resource.RLIMIT_FSIZE), len(results(uninterrupted)) // 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, usual[1]))
+    try:
+        with pytest.raises(
+            EvalError, match=r"results.jsonl cannot be written any more \(File too large\): it keeps \d\d"
+        ):
+            evaluate(Oracle(), LETTERS, NOISE, PLAN, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert len(results(tmp_path)) == room
+    evaluate(Oracle(), LETTERS, NOISE, PLAN, tmp_path)
+    assert results(tmp_path) == results(uninterrupted)
+
+
 def test_nothing_is_asked_twice_and_more_may_be_asked(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, tmp_path / "run")
     again = Oracle()
