@@ -13,10 +13,11 @@ from kimi_k3 import CACHE_ARGUMENT, HybridCache
 from kimi_k3.cache_kimi_k3 import model_fingerprint
 
 from .memory import PeakMemory
-from .sizing import Prompt, Tokens
+from .sizing import EvalError, Prompt, Tokens
 from .suite import Task, answer_room
 
 TOKENS_AT_ONCE = 32_768  # of a batch whose size is chosen by itself
+PROBE = "The grass is green. The sky is blue. The sun is yellow. Here we go."
 
 
 def rows_at_once(batch: int | None, length: int) -> int:
@@ -32,6 +33,9 @@ class ModelReader:
         tokens: its tokenizer.
         chunk: tokens of a prompt that one forward reads; the memory of a long prompt is its cache and one chunk.
         batch: rows of a forward; None chooses by length.
+
+    Raises:
+        EvalError: for a model whose cache several tokens cannot go on from, such as Mamba's in transformers 5.24.
     """
 
     def __init__(self, model: torch.nn.Module, tokens: Tokens, chunk: int = 4096, batch: int | None = None):
@@ -40,6 +44,39 @@ class ModelReader:
         self._peak, self._cache_bytes = PeakMemory(model), 0
         ends = getattr(model.generation_config, "eos_token_id", None)
         self.ends = {tokens.eos, *(ends if isinstance(ends, list) else [ends])} - {None}
+        self._check_cache()
+
+    @torch.no_grad()
+    def _check_cache(self) -> None:
+        """A text in two parts must give the logits of the whole, and not those of its second part alone."""
+        ids = self._tensor([self.tokens.ids(PROBE)])
+        half = ids.shape[1] // 2
+        whole, alone = (
+            self.model(input_ids=part, logits_to_keep=1).logits[:, -1].float() for part in (ids, ids[:, half:])
+        )
+        output = self.model(input_ids=ids[:, :half], use_cache=True, logits_to_keep=1)
+        name = type(self.model).__name__
+        if output.get(CACHE_ARGUMENT) is None:
+            raise EvalError(f"{name} returns no {CACHE_ARGUMENT}: texts are read in parts, which takes a cache")
+        parts = self._forward(ids[:, half:], output[CACHE_ARGUMENT])[1].float()
+        error, forgotten = ((whole - logits).norm().item() for logits in (parts, alone))
+        if error > max(0.5 * forgotten, 0.05 * (whole - whole.mean()).norm().item()):
+            raise EvalError(
+                f"the cache of {name} forgets what was read when several tokens follow: no text can be shared"
+            )
+
+    def _tensor(self, ids):
+        """Token ids on the model's device.
+
+        Raises:
+            EvalError: for ids that the model has no embedding of.
+        """
+        ids, rows = torch.tensor(ids), self.model.get_input_embeddings().weight.shape[0]
+        if ids.max() >= rows:
+            raise EvalError(
+                f"the tokenizer makes the id {ids.max()} and the model knows {rows}: they do not belong together"
+            )
+        return ids.to(self.model.device)
 
     def fingerprint(self) -> str:
         """Hex digest of the weights, the output layer and the computation that the config names."""
@@ -60,12 +97,18 @@ class ModelReader:
         Args:
             task: of all units.
             units: prompts of one length, and as many for each unit.
+
+        Raises:
+            EvalError: for tokens or a length that the model cannot read.
         """
-        ids = torch.tensor([[prompt.ids for prompt in prompts] for prompts in units], device=self.model.device)
+        ids = self._tensor([[prompt.ids for prompt in prompts] for prompts in units])
         length = ids.shape[2]
         self._peak.start()
         self._cache_bytes = 0
-        texts = self._answers(task, units, ids)
+        try:
+            texts = self._answers(task, units, ids)
+        except IndexError as error:  # of a table of positions, on a CPU
+            raise EvalError(f"{type(self.model).__name__} cannot read {length} tokens: {error}") from error
         line = self._peak.line(self._cache_bytes) if self._cache_bytes else {}
         if line.get("peak_bytes", 0) > self.memory.get(length, {}).get("peak_bytes", 0):
             self.memory[length] = line

@@ -16,6 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -136,6 +138,26 @@ def test_answers_are_those_of_generate_on_the_whole_prompt(make, batch, data_dir
             assert text == wanted
 
 
+def test_models_that_cannot_go_on_from_a_cache_are_refused(data_dir, monkeypatch):
+    model = tiny_llama(data_dir)
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda **given: forward(**{**given, kimi_k3.CACHE_ARGUMENT: None}))
+    with pytest.raises(EvalError, match="the cache of LlamaForCausalLM forgets what was read"):
+        ModelReader(model, LETTERS)
+    monkeypatch.setattr(model, "forward", lambda **given: forward(**{**given, "use_cache": False}))
+    with pytest.raises(EvalError, match="LlamaForCausalLM returns no"):
+        ModelReader(model, LETTERS)
+
+
+def test_models_that_cannot_read_a_text_are_refused():
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 100}
+    with pytest.raises(EvalError, match=r"makes the id \d+ and the model knows 80: they do not belong together"):
+        ModelReader(GPT2LMHeadModel(GPT2Config(vocab_size=80, bos_token_id=2, eos_token_id=2, **sizes)), LETTERS)
+    reader = ModelReader(GPT2LMHeadModel(GPT2Config(vocab_size=160, bos_token_id=2, eos_token_id=2, **sizes)), LETTERS)
+    with pytest.raises(EvalError, match="GPT2LMHeadModel cannot read 256 tokens"):
+        reader.answers(TASKS["fact"], [Unit("fact", 256, 0.5, 0).prompts(0, NOISE, LETTERS)])
+
+
 def test_one_forward_reads_what_the_questions_share_and_none_more_than_a_chunk(random_model, monkeypatch):
     """Fault 34: one text is read once, in chunks, with the logits of one position; nothing is kept between texts."""
     fed, kept, forward = [], [], type(random_model).forward
@@ -146,8 +168,8 @@ def test_one_forward_reads_what_the_questions_share_and_none_more_than_a_chunk(r
         kept.append(output.logits.shape[1])
         return output
 
-    monkeypatch.setattr(type(random_model), "forward", watch)
     reader = ModelReader(random_model, LETTERS, chunk=256, batch=1)
+    monkeypatch.setattr(type(random_model), "forward", watch)
     prompts = Unit("associative", 2048, None, 0).prompts(0, NOISE, LETTERS)
     reader.answers(TASKS["associative"], [prompts])
     assert len(prompts) == 8 and set(kept) == {1}
