@@ -13,6 +13,7 @@ versions.
 import argparse
 import datetime
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def facts() -> dict[str, str]:
     return {
         "gpu": torch.cuda.get_device_name(),
         "versions": f"torch {torch.__version__}, triton {triton.__version__}",
-        "command": f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip(),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
     }
 
