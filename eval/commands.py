@@ -140,7 +140,7 @@ def run_eval_cost(args: argparse.Namespace) -> None:
     config = read_config(args.model)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     try:
-        lengths = tuple(parse_length(length) for length in args.lengths.split(","))
+        lengths = tuple(dict.fromkeys(parse_length(length) for length in args.lengths.split(",")))
         plan = cost.CostPlan(lengths, args.rows, args.steps, args.chunk)
         lines = cost.measure(config, plan, args.out, device, dtype)
     except EvalError as error:

@@ -73,6 +73,7 @@ def causal_lm_loss(
     chunk: int,
     num_items_in_batch: torch.Tensor | int | None = None,
     shift_labels: torch.Tensor | None = None,
+    ignore_index: int = IGNORED,
     **kwargs,
 ) -> torch.Tensor:
     """The loss of transformers' `ForCausalLMLoss` from hidden states, `chunk` tokens at a time.
@@ -80,7 +81,7 @@ def causal_lm_loss(
     Args:
         hidden: [B, T, D].
         head: a linear layer without a bias, [V, D].
-        labels: [B, T], -100 is ignored; shifted inside, unless `shift_labels` [B, T] are.
+        labels: [B, T], shifted inside, unless `shift_labels` [B, T] are; `ignore_index` is ignored.
         num_items_in_batch: what the sum is divided by; None: the targets that count.
 
     Raises:
@@ -93,6 +94,7 @@ def causal_lm_loss(
         )
     targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shift_labels is None else shift_labels
     targets = targets.to(hidden.device).flatten()
+    targets = targets.masked_fill(targets == ignore_index, IGNORED)
     total = chunked_cross_entropy(hidden.flatten(0, 1), head.weight, targets, chunk)
     count = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
     return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)

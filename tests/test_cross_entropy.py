@@ -77,15 +77,17 @@ def small(data_dir, **options):
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
-@pytest.mark.parametrize("how", ["mean", "items", "shifted"])
+@pytest.mark.parametrize("how", ["mean", "items", "shifted", "ignored"])
 def test_loss_and_gradients_are_those_of_all_logits(data_dir, chunk, how):
     torch.manual_seed(0)
     ids = torch.randint(3, 160, (2, 9))
     labels = ids.clone()
-    labels[0, :4] = -100
+    if how != "ignored":
+        labels[0, :4] = -100
     options = {
         "mean": {},
         "items": {"num_items_in_batch": torch.tensor(40)},
+        "ignored": {"ignore_index": int(labels[1, 3])},
         "shifted": {"shift_labels": F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()},
     }[how]
     found = []
