@@ -31,7 +31,9 @@ def load_tokenizer(folder: Path):
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # which one a missing or broken file raises differs between tokenizer classes
-        reason = str(error).strip().partition("\n")[0]
+        reason, _, rest = str(error).strip().partition("\n")
+        if reason.rstrip().endswith(":"):  # a list follows
+            reason = " ".join([reason.rstrip(), *rest.split()])
         raise UsageError(f"no tokenizer can be loaded from {folder}: {reason}") from error
 
 
