@@ -41,12 +41,12 @@ def short_convs(
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...] | None]:
     """`short_conv` of several inputs, each with its weight and tail (None: zeros for all): outputs and new tails.
 
-    Inputs of one shape are one launch. Without `keep_tails` there are no new tails.
+    Inputs of one shape, stride and dtype are one launch. Without `keep_tails` there are no new tails.
     """
     if tails is not None:
         tails = tuple(tail.to(x.dtype) for x, tail in zip(inputs, tails, strict=True))
-    alike = len({(x.shape, x.dtype, x.stride(), w.shape) for x, w in zip(inputs, weights, strict=True)}) == 1
-    if alike:
+    kinds = {(x.shape, x.dtype, x.stride(), w.shape, w.dtype) for x, w in zip(inputs, weights, strict=True)}
+    if len(kinds) == 1:
         outputs = _outputs(inputs, weights, tails, cu_seqlens)
     else:
         each = zip(inputs, weights, tails or (None,) * len(inputs), strict=True)

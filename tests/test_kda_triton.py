@@ -319,12 +319,15 @@ def test_views_of_one_wide_projection_and_a_bfloat16_state():
     assert rms_ratio(final, oracle({**inputs, "initial_state": state}, **options)[1]) < 5e-3
 
 
+@pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("with_tail", [False, True])
-def test_several_convolutions_are_one_after_the_other(with_tail):
-    """Outputs, gradients and tails of three inputs in one launch, bit for bit; only what is asked for is kept."""
+def test_several_convolutions_are_one_after_the_other(with_tail, alike):
+    """Outputs, gradients and tails of three inputs, in one launch or not, bit for bit; unwanted tails are not made."""
     torch.manual_seed(0)
     inputs = [torch.randn(2, 37, 40, device=DEVICE, requires_grad=True) for _ in range(3)]
     weights = [torch.randn(40, 1, 4, device=DEVICE, requires_grad=True) for _ in range(3)]
+    if not alike:
+        weights[1] = weights[1].detach().half().requires_grad_()
     tails = [torch.randn(2, 3, 40, device=DEVICE) for _ in range(3)] if with_tail else None
     grads = [torch.randn(2, 37, 40, device=DEVICE) for _ in range(3)]
     got, new_tails = short_conv.short_convs(inputs, weights, tails)
