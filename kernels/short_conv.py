@@ -43,13 +43,12 @@ def short_convs(
 
     Inputs of one shape, stride and dtype are one launch. Without `keep_tails` there are no new tails.
     """
-    if tails is not None:
-        tails = tuple(tail.to(x.dtype) for x, tail in zip(inputs, tails, strict=True))
+    tails = _in_type(tails, inputs)
     kinds = {(x.shape, x.dtype, x.stride(), w.shape, w.dtype) for x, w in zip(inputs, weights, strict=True)}
     if len(kinds) == 1:
         outputs = _outputs(inputs, weights, tails, cu_seqlens)
     else:
-        each = zip(inputs, weights, tails or (None,) * len(inputs), strict=True)
+        each = _each(inputs, weights, tails)
         outputs = tuple(_outputs((x,), (w,), None if t is None else (t,), cu_seqlens)[0] for x, w, t in each)
     return outputs, _advance_tails(inputs, tails, weights, cu_seqlens) if keep_tails else None
 
@@ -61,15 +60,21 @@ def tails_after(
     tokens: int,
 ) -> tuple[torch.Tensor, ...]:
     """The tails that `short_convs` would return of the first so many tokens of a batch without `cu_seqlens`."""
-    return _advance_tails(tuple(x[:, :tokens] for x in inputs), tails, weights)
+    return _advance_tails(tuple(x[:, :tokens] for x in inputs), _in_type(tails, inputs), weights, None)
 
 
-def _advance_tails(inputs, tails, weights, cu_seqlens=None):
-    """`advance_tail` of several inputs; tails None: zeros for all."""
-    return tuple(
-        advance_tail(x, None if tail is None else tail.to(x.dtype), weight.shape[-1], cu_seqlens)
-        for x, tail, weight in zip(inputs, tails or (None,) * len(inputs), weights, strict=True)
-    )
+def _each(inputs, weights, tails):
+    """Every input with its weight and tail; tails None: None for each."""
+    return zip(inputs, weights, tails or (None,) * len(inputs), strict=True)
+
+
+def _in_type(tails, inputs):
+    return tails and tuple(tail.to(x.dtype) for x, tail in zip(inputs, tails, strict=True))
+
+
+def _advance_tails(inputs, tails, weights, cu_seqlens):
+    each = _each(inputs, weights, tails)
+    return tuple(advance_tail(x, tail, weight.shape[-1], cu_seqlens) for x, weight, tail in each)
 
 
 def _outputs(inputs, weights, tails, cu_seqlens):
@@ -80,8 +85,7 @@ def _outputs(inputs, weights, tails, cu_seqlens):
         outputs = dispatch.run_kernels(function, cu_seqlens, len(inputs), *inputs, *weights, *(tails or ()))
         if outputs is not None:
             return outputs
-    each = zip(inputs, weights, tails or (None,) * len(inputs), strict=True)
-    return tuple(_composed(x, weight, tail, cu_seqlens) for x, weight, tail in each)
+    return tuple(_composed(*each, cu_seqlens) for each in _each(inputs, weights, tails))
 
 
 def _composed(x, weight, tail, cu_seqlens):
@@ -94,17 +98,20 @@ def _composed(x, weight, tail, cu_seqlens):
     return F.silu(total).to(x.dtype)
 
 
-def _sorted(count, tensors):
-    """(inputs, weights, tails or None) as the kernels read them, of `count` inputs, weights and perhaps tails."""
-    inputs, weights, tails = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-    inputs = tuple(map(dispatch.token_rows, inputs))
-    return inputs, tuple(w.contiguous() for w in weights), tuple(t.contiguous() for t in tails) or None
+def _laid_out(count, tensors):
+    """`count` inputs, their weights and perhaps their tails, as the kernels read them."""
+    return *map(dispatch.token_rows, tensors[:count]), *(tensor.contiguous() for tensor in tensors[count:])
+
+
+def _parted(count, tensors):
+    """(inputs, weights, tails or None)."""
+    return tensors[:count], tensors[count : 2 * count], tensors[2 * count :] or None
 
 
 def _forward(cu_seqlens, count, *tensors):
     from . import short_conv_triton
 
-    return short_conv_triton.forward(*_sorted(count, tensors), cu_seqlens)
+    return short_conv_triton.forward(*_parted(count, _laid_out(count, tensors)), cu_seqlens)
 
 
 class _ShortConvs(torch.autograd.Function):
@@ -112,10 +119,11 @@ class _ShortConvs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, cu_seqlens, count, *tensors):
-        inputs, weights, tails = _sorted(count, tensors)
-        ctx.count = count
-        ctx.save_for_backward(cu_seqlens, *inputs, *weights, *(tails or ()))
-        return _forward(cu_seqlens, count, *inputs, *weights, *(tails or ()))
+        from . import short_conv_triton
+
+        tensors, ctx.count = _laid_out(count, tensors), count
+        ctx.save_for_backward(cu_seqlens, *tensors)
+        return short_conv_triton.forward(*_parted(count, tensors), cu_seqlens)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -123,14 +131,16 @@ class _ShortConvs(torch.autograd.Function):
         from . import short_conv_triton
 
         cu_seqlens, *tensors = ctx.saved_tensors
-        inputs, weights, tails = _sorted(ctx.count, tuple(tensors))
+        inputs, weights, tails = _parted(ctx.count, tuple(tensors))
         grads = tuple(grad.contiguous() for grad in grads)
         found = dispatch.run_kernels(short_conv_triton.backward, inputs, weights, tails, cu_seqlens, grads)
         if found is None:
             leaves = [x.detach().requires_grad_() for x in (*inputs, *weights)]
-            each = zip(leaves[: ctx.count], leaves[ctx.count :], tails or (None,) * ctx.count, strict=True)
             with torch.enable_grad():
-                found = torch.autograd.grad([_composed(x, w, t, cu_seqlens) for x, w, t in each], leaves, grads)
+                outputs = [
+                    _composed(*each, cu_seqlens) for each in _each(leaves[: ctx.count], leaves[ctx.count :], tails)
+                ]
+                found = torch.autograd.grad(outputs, leaves, grads)
         return None, None, *found, *(None,) * len(tails or ())
 
 
