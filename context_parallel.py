@@ -99,12 +99,13 @@ def shard(batch: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None
     """
     _check_group(group)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    try:
-        whole = _whole(batch)
-        facts = {"refusal": None, "the batch, which has to be whole on each of them": _digests(whole)}
-    except Exception as error:  # as in `_planned`
-        facts = {"refusal": str(error)}
-    _agree(facts, group)
+    whole = {}
+
+    def facts():
+        whole.update(_whole(batch))
+        return {"the batch, which has to be whole on each of them": _digests(whole)}
+
+    _agree(_facts_or_refusal(facts), group)
     part = {name: value.tensor_split(world, dim=1)[rank].contiguous() for name, value in whole.items()}
     if "labels" in part:
         part["num_items_in_batch"] = (whole["shift_labels"] != -100).sum()
@@ -227,6 +228,14 @@ def _facts(config, group) -> dict:
     return {"the model (hidden size, layers, heads, vocabulary)": model, "refusal": refusal}
 
 
+def _facts_or_refusal(facts) -> dict:
+    """What `facts()` returns or refuses, for `_agree`: whatever fails, the others must not wait for this process."""
+    try:
+        return {"refusal": None, **facts()}
+    except Exception as error:
+        return {"refusal": str(error)}
+
+
 def _agree(facts: dict, group) -> list[dict]:
     """Everybody's facts, in the order of the group; raises on every process when one refuses or they differ."""
     everybody = [None] * dist.get_world_size(group)
@@ -244,10 +253,7 @@ def _planned(config, arguments: dict, group) -> dict:
     """Arguments to change in a forward of the backbone: the plan of its parts, and what only the plan knows."""
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
     given = ids if embeds is None else embeds
-    try:
-        facts = {"refusal": None, **_part_facts(config, arguments, given)}
-    except Exception as error:  # whatever it is, the others must not wait for this process
-        facts = {"refusal": str(error)}
+    facts = _facts_or_refusal(lambda: _part_facts(config, arguments, given))
     plan = ContextPlan(_agree(facts, group), given.device, group)
     if plan.packed and is_flash_attention_requested(config):
         raise ValueError("packed documents over several processes need attn_implementation 'sdpa', 'eager' or 'flex'")
