@@ -16,7 +16,17 @@ from transformers import TextStreamer
 from transformers.generation import BaseStreamer
 
 from . import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
-from .cli_tools import UsageError, at_least_one, choose_device, encode, load_model, load_tokenizer, number, read_config
+from .cli_tools import (
+    UsageError,
+    add_seed,
+    at_least_one,
+    choose_device,
+    encode,
+    load_model,
+    load_tokenizer,
+    number,
+    read_config,
+)
 from .conversion import ConversionError
 from .conversion.commands import COMMANDS as CONVERSION_COMMANDS
 from .eval.commands import COMMANDS as EVAL_COMMANDS
@@ -154,7 +164,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 file with the text to continue")
     parser.add_argument(
         "--max-new-tokens",
-        type=number(int, lambda n: n >= 1, "must be a whole number of at least 1"),
+        type=at_least_one,
         default=128,
         metavar="N",
         help="stop after N tokens (default: %(default)s)",
@@ -173,13 +183,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="sample from the most likely tokens that together have probability P",
     )
-    parser.add_argument(
-        "--seed",
-        type=number(int, lambda s: 0 <= s < 2**63, "must be a whole number of at least 0"),
-        default=0,
-        metavar="S",
-        help="seed of the sampling (default: %(default)s)",
-    )
+    add_seed(parser, "seed of the sampling (default: %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: that of the checkpoint"
@@ -244,13 +248,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--gradient-checkpointing", action="store_true", help="recompute layers in backward: less memory"
     )
     parser.add_argument("--save-every", type=at_least_one, default=100, metavar="N", help="steps (default: 100)")
-    parser.add_argument(
-        "--seed",
-        type=number(int, lambda s: 0 <= s < 2**32, "must be a whole number of at least 0, below 2^32"),
-        default=0,
-        metavar="S",
-        help="default: %(default)s",
-    )
+    add_seed(parser, "default: %(default)s", 2**32, "must be a whole number of at least 0, below 2^32")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
 
 

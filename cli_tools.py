@@ -77,6 +77,14 @@ def number(kind, accepts, rule: str):
 at_least_one = number(int, lambda n: n >= 1, "must be a whole number of at least 1")
 
 
+def add_seed(
+    parser: argparse.ArgumentParser, about: str, limit: int = 2**63, rule: str = "must be a whole number of at least 0"
+) -> None:
+    """`--seed S`, a whole number below `limit`, refused with `rule`."""
+    accepted = number(int, lambda s: 0 <= s < limit, rule)
+    parser.add_argument("--seed", type=accepted, default=0, metavar="S", help=about)
+
+
 def refuse_without_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("the pictures need matplotlib: pip install 'kimi-k3[eval]'")

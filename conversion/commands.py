@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from ..cli_tools import at_least_one, number
+from ..cli_tools import add_seed, at_least_one
 from .inventory import table, take_inventory
 from .plan import EXPERTS, LAYOUTS, Target
 from .run import REPORT, convert
@@ -91,13 +91,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=float, default=0.0, metavar="T", help="largest difference (default: 0)")
     parser.add_argument("--text-only", action="store_true", help="compare the text models only")
     parser.add_argument("--no-logits", action="store_true", help="compare tensors only")
-    parser.add_argument(
-        "--seed",
-        type=number(int, lambda s: 0 <= s < 2**63, "must be a whole number of at least 0"),
-        default=0,
-        metavar="S",
-        help="seed of the prompt (default: %(default)s)",
-    )
+    add_seed(parser, "seed of the prompt (default: %(default)s)")
 
 
 def run_verify(args: argparse.Namespace) -> None:
