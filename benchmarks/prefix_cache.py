@@ -20,10 +20,6 @@ from pathlib import Path
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent))
-from generate import K3
-from parallel import random_model
-
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.serving.cost import text_cost
 from kimi_k3.serving.prefix_cache import PrefixCache
@@ -62,7 +58,11 @@ def main():
     parser.add_argument("--out", type=Path, default=RESULTS, help="lines are appended to this file")
     options = parser.parse_args()
     device = options.device
-    if options.slice:
+    if options.slice:  # here, because these scripts need Triton
+        sys.path.insert(0, str(Path(__file__).parent))
+        from generate import K3
+        from parallel import random_model
+
         model, name = random_model(KimiK3TextConfig.from_dict(dict(K3)), None, torch.device(device)), "k3 slice, "
     else:
         name = ""

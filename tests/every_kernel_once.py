@@ -23,7 +23,7 @@ from kimi_k3.kernels import (
     router,
     short_conv,
     situ,
-)  # fmt: skip
+)
 
 HALF = torch.bfloat16
 
