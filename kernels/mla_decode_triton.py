@@ -188,10 +188,11 @@ def run(query, query_rope, latents, scale, mask, lengths):
     )  # fmt: skip
     # A head's rows together, as the matrix product that follows reads them.
     out = torch.empty(heads, batch, length, rank, device=device, dtype=query.dtype).permute(1, 2, 0, 3)
-    columns = min(block_r, 128)
+    at_once = min(64, triton.next_power_of_2(splits))
+    columns = min(block_r, max(128, 8192 // at_once))  # few splits: fewer, larger programs
     merge_kernel[(rows, triton.cdiv(rank, columns), batch)](
         part, log2_sum, out, splits, rows, *out.stride()[:3],
-        heads, rank, columns, min(64, triton.next_power_of_2(splits)), tools.USE_PTX,
+        heads, rank, columns, at_once, tools.USE_PTX,
         num_warps=4,
     )  # fmt: skip
     return out
