@@ -1,8 +1,9 @@
-"""One or a few tokens of a KDA layer from its projections to the gated norm, in one Triton kernel.
+"""One or a few tokens of a KDA layer from its projections to the gated norm, in Triton.
 
-A program owns one head of one sequence: it reads a slice of the state once, runs the tokens, and writes the slice once,
-so the traffic is the state's. State and tails may be written in place, and nothing depends on a host value but the
-shapes, so the launch can be captured in a CUDA graph.
+The traffic is the state's, which is read and written once. In `step_kernel` a program owns one head of one sequence and
+does all of it; one token of many sequences takes three kernels, of which the second only streams the state. State and
+tails may be written in place, and nothing depends on a host value but the shapes, so that launches can be captured in a
+CUDA graph.
 """
 
 import torch
@@ -13,8 +14,10 @@ triton, tl = tools.triton, tools.tl
 exp2, reciprocal, sigmoid = tools.exp2, tools.reciprocal, tools.sigmoid
 LOG2E = tools.LOG2E
 
-# Columns of the state that a program has in hand where many programs share the device.
-SLICE = 32
+# Columns of the state in hand: in `step_kernel` where many programs share the device, and in `state_kernel`.
+SLICE, COLUMNS = 32, 64
+# Heads of sequences from which on three kernels take a token, a multiprocessor.
+MANY = 12
 
 
 @triton.jit
@@ -40,6 +43,16 @@ def advance_tail(x, tail, new_tail, T, stride_x, P, c, mask, W: tl.constexpr):
 
 
 @triton.jit
+def decay_factor(z, rate, lower_bound, BOUNDED: tl.constexpr, PTX: tl.constexpr):
+    """exp of the log decay of the gate's logits z, with A_log's exponential as `rate`."""
+    if BOUNDED:
+        log2 = (lower_bound * LOG2E) * sigmoid(rate * z, PTX)
+    else:
+        log2 = -(rate * LOG2E) * (tl.maximum(z, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(z))))
+    return exp2(log2, PTX)
+
+
+@triton.jit
 def key_side(
     q, k, g, beta, q_tail, k_tail, q_weight, k_weight, rate, bias, t, stride_q, stride_k, stride_g, stride_beta, P, c,
     mask, scale, lower_bound, eps, W: tl.constexpr, BOUNDED: tl.constexpr, PTX: tl.constexpr,
@@ -50,11 +63,17 @@ def key_side(
     b_q *= scale * tl.rsqrt(tl.sum(b_q * b_q, axis=0) + eps)
     b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + eps)
     z = tl.load(g + t * stride_g + c, mask=mask, other=0.0).to(tl.float32) + bias
-    if BOUNDED:
-        log2 = (lower_bound * LOG2E) * sigmoid(rate * z, PTX)
-    else:
-        log2 = -(rate * LOG2E) * (tl.maximum(z, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(z))))
-    return b_q, b_k, exp2(log2, PTX), sigmoid(tl.load(beta + t * stride_beta).to(tl.float32), PTX)
+    decay = decay_factor(z, rate, lower_bound, BOUNDED, PTX)
+    return b_q, b_k, decay, sigmoid(tl.load(beta + t * stride_beta).to(tl.float32), PTX)
+
+
+@triton.jit
+def update(s, q, k, decay, beta, v, qk):
+    """(output [V], new state [K, V]) of one token; qk is <q, k>, with which neither sum waits for the new state."""
+    s *= decay[:, None]
+    read = tl.sum(s * q[:, None], axis=0)
+    u = beta * (v - tl.sum(s * k[:, None], axis=0))
+    return read + qk * u, s + k[:, None] * u[None, :]
 
 
 @triton.jit
@@ -91,7 +110,7 @@ def step_kernel(
     rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
     bias = tl.load(dt_bias + of_k, mask=in_k, other=0.0).to(tl.float32)
     b_q = tl.zeros((BK,), tl.float32)
-    b_k, decay, b_beta = b_q, b_q, 0.0
+    b_k, decay, b_beta, qk = b_q, b_q, 0.0, 0.0
     # Columns of the state do not see each other: a slice at a time, the next ones on their way.
     for first in tl.range(0, V, BS, num_stages=3):
         c_s = first + tl.arange(0, BS)
@@ -107,11 +126,10 @@ def step_kernel(
                     q, k, g, beta, q_tail + tail_k, k_tail + tail_k, q_weight, k_weight, rate, bias, 0, stride_q,
                     stride_k, stride_g, stride_beta, H * K, of_k, in_k, scale, lower_bound, eps, W, BOUNDED, PTX,
                 )  # fmt: skip
+                qk = tl.sum(b_q * b_k, axis=0)
             b_v = convolve(v, v_tail + tail_v, v_weight, 0, stride_v, H * V, i_h * V + c_s, in_s, W, PTX)
-            s *= decay[:, None]
-            b_u = b_beta * (b_v - tl.sum(s * b_k[:, None], axis=0))
-            s += b_k[:, None] * b_u[None, :]
-            tl.store(out + i_h * V + c_s, tl.sum(s * b_q[:, None], axis=0).to(out.dtype.element_ty), mask=in_s)
+            b_o, s = update(s, b_q, b_k, decay, b_beta, b_v, qk)
+            tl.store(out + i_h * V + c_s, b_o.to(out.dtype.element_ty), mask=in_s)
         else:
             for t in range(T):
                 b_q, b_k, decay, b_beta = key_side(
@@ -119,11 +137,8 @@ def step_kernel(
                     stride_k, stride_g, stride_beta, H * K, of_k, in_k, scale, lower_bound, eps, W, BOUNDED, PTX,
                 )  # fmt: skip
                 b_v = convolve(v, v_tail + tail_v, v_weight, t, stride_v, H * V, i_h * V + c_s, in_s, W, PTX)
-                s *= decay[:, None]
-                b_u = b_beta * (b_v - tl.sum(s * b_k[:, None], axis=0))
-                s += b_k[:, None] * b_u[None, :]
-                b_o = tl.sum(s * b_q[:, None], axis=0).to(out.dtype.element_ty)
-                tl.store(out + t * (H * V) + i_h * V + c_s, b_o, mask=in_s)
+                b_o, s = update(s, b_q, b_k, decay, b_beta, b_v, tl.sum(b_q * b_k, axis=0))
+                tl.store(out + t * (H * V) + i_h * V + c_s, b_o.to(out.dtype.element_ty), mask=in_s)
         if K == BK and V % BS == 0:
             tl.store(new_state + tile, s.to(new_state.dtype.element_ty))
         else:
@@ -141,6 +156,110 @@ def step_kernel(
     advance_tail(v, v_tail + tail_v, new_v_tail + tail_v, T, stride_v, H * V, of_v, in_v, W)
 
 
+@triton.jit
+def convolve_new(x, tail, new_tail, weight, c, P: tl.constexpr, W: tl.constexpr, PTX: tl.constexpr):
+    """`convolve` at the first new token, which also moves the tail on: no other thread reads these channels."""
+    new = tl.load(x + c)
+    total = new.to(tl.float32) * tl.load(weight + c * W + (W - 1)).to(tl.float32)
+    for tap in tl.static_range(W - 1):
+        old = tl.load(tail + tap * P + c)
+        total += old.to(tl.float32) * tl.load(weight + c * W + tap).to(tl.float32)
+        if tap > 0:
+            tl.store(new_tail + (tap - 1) * P + c, old)
+    if W > 1:
+        tl.store(new_tail + (W - 2) * P + c, new)
+    return (total * sigmoid(total, PTX)).to(x.dtype.element_ty)
+
+
+@triton.jit
+def keys_kernel(
+    q, k, v, g, q_tail, k_tail, v_tail, q_weight, k_weight, v_weight, A_log, dt_bias, keys, values,
+    new_q_tail, new_k_tail, new_v_tail, batch_q, batch_k, batch_v, batch_g, scale, lower_bound, eps,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, BOUNDED: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """keys [B, H, 3, K] float32: query, key and decay factor; values [B, H, V]; and the next tails; for BH heads."""
+    i_b = (tl.program_id(0) // (H // BH)).to(tl.int64)
+    h = tl.program_id(0) % (H // BH) * BH + tl.arange(0, BH)
+    c_k = h[:, None] * K + tl.arange(0, K)[None, :]
+    c_v = h[:, None] * V + tl.arange(0, V)[None, :]
+    tail_k, tail_v = i_b * ((W - 1) * H * K), i_b * ((W - 1) * H * V)
+    b_q = convolve_new(q + i_b * batch_q, q_tail + tail_k, new_q_tail + tail_k, q_weight, c_k, H * K, W, PTX)
+    b_k = convolve_new(k + i_b * batch_k, k_tail + tail_k, new_k_tail + tail_k, k_weight, c_k, H * K, W, PTX)
+    b_v = convolve_new(v + i_b * batch_v, v_tail + tail_v, new_v_tail + tail_v, v_weight, c_v, H * V, W, PTX)
+    b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
+    b_q *= (scale * tl.rsqrt(tl.sum(b_q * b_q, axis=1) + eps))[:, None]
+    b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=1) + eps)[:, None]
+    rate = tl.exp(tl.load(A_log + h).to(tl.float32))[:, None]
+    z = tl.load(g + i_b * batch_g + c_k).to(tl.float32) + tl.load(dt_bias + c_k).to(tl.float32)
+    at = keys + (i_b * H + h)[:, None] * (3 * K) + tl.arange(0, K)[None, :]
+    tl.store(at, b_q)
+    tl.store(at + K, b_k)
+    tl.store(at + 2 * K, decay_factor(z, rate, lower_bound, BOUNDED, PTX))
+    tl.store(values + i_b * (H * V) + c_v, b_v)
+
+
+@triton.jit
+def state_kernel(
+    keys, values, beta, state, out, new_state, batch_beta,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BS: tl.constexpr, IN_PLACE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """BS columns of one state, in registers from the first instruction on; out [B, H, V] before its norm."""
+    head = (tl.program_id(0) // (V // BS)).to(tl.int64)  # of a sequence
+    c_k, c_v = tl.arange(0, K), tl.program_id(0) % (V // BS) * BS + tl.arange(0, BS)
+    tile = c_k[:, None] * V + c_v[None, :]
+    s = tl.load(state + head * (K * V) + tile).to(tl.float32)
+    keys += head * (3 * K)
+    b_q, b_k = tl.load(keys + c_k), tl.load(keys + K + c_k)
+    b_beta = sigmoid(tl.load(beta + head // H * batch_beta + head % H).to(tl.float32), PTX)
+    b_v = tl.load(values + head * V + c_v).to(tl.float32)
+    b_o, s = update(s, b_q, b_k, tl.load(keys + 2 * K + c_k), b_beta, b_v, tl.sum(b_q * b_k, axis=0))
+    if IN_PLACE:
+        new_state = state
+    tl.store(new_state + head * (K * V) + tile, s.to(new_state.dtype.element_ty))
+    tl.store(out + head * V + c_v, b_o.to(out.dtype.element_ty))
+
+
+@triton.jit
+def norm_kernel(
+    out, gate, norm_weight, batch_gate, norm_eps,
+    H: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    i_b = (tl.program_id(0) // (H // BH)).to(tl.int64)
+    c = (tl.program_id(0) % (H // BH) * BH + tl.arange(0, BH))[:, None] * V + tl.arange(0, V)[None, :]
+    b_gate = sigmoid(tl.load(gate + i_b * batch_gate + c).to(tl.float32), PTX)
+    weight = tl.load(norm_weight + tl.arange(0, V)).to(tl.float32)
+    b_o = tl.load(out + i_b * (H * V) + c).to(tl.float32)
+    b_o *= tl.rsqrt(tl.sum(b_o * b_o, axis=1) / V + norm_eps)[:, None] * weight[None, :] * b_gate
+    tl.store(out + i_b * (H * V) + c, b_o.to(out.dtype.element_ty))
+
+
+def step_of_many(
+    q, k, v, g, beta, gate, tails, conv_weights, A_log, dt_bias, lower_bound, norm_weight, state, scale, eps, norm_eps,
+    out, new_tails, new_state,
+):  # fmt: skip
+    """One token by three kernels, into `out`, `new_tails` and `new_state`."""
+    batch, heads, key_size, value_size = state.shape
+    keys = torch.empty(batch, heads, 3, key_size, device=q.device, dtype=torch.float32)
+    values = torch.empty(batch, heads, value_size, device=q.device, dtype=v.dtype)
+    together = next(n for n in (4, 2, 1) if heads % n == 0)
+    columns = min(COLUMNS, value_size)
+    keys_kernel[(batch * (heads // together),)](
+        q, k, v, g, *tails, *conv_weights, A_log, dt_bias, keys, values, *new_tails,
+        *(x.stride(0) for x in (q, k, v, g)), scale, lower_bound or 0.0, eps,
+        heads, key_size, value_size, together, conv_weights[0].shape[-1], lower_bound is not None, tools.USE_PTX,
+        num_warps=max(1, min(4, together * min(key_size, value_size) // 64)),  # no more threads than channels
+    )  # fmt: skip
+    state_kernel[(batch * heads * (value_size // columns),)](
+        keys, values, beta, state, out, new_state, beta.stride(0),
+        heads, key_size, value_size, columns, new_state is state, tools.USE_PTX,
+        num_warps=4,
+    )  # fmt: skip
+    norm_kernel[(batch * (heads // together),)](
+        out, gate, norm_weight, gate.stride(0), norm_eps, heads, value_size, together, tools.USE_PTX, num_warps=4
+    )
+
+
 def step(
     q, k, v, g, beta, gate, tails, conv_weights, A_log, dt_bias, lower_bound, norm_weight, state, scale, eps, norm_eps,
     in_place,
@@ -152,9 +271,17 @@ def step(
     new_tails = tails if in_place else tuple(torch.empty_like(tail) for tail in tails)
     new_state = state if in_place else torch.empty_like(state)
     block_k, block_v = tools.block(key_size), tools.block(value_size)
+    processors = tools.multiprocessors(q.device)
+    whole = (key_size, value_size) == (block_k, block_v) and min(key_size, value_size) >= 32
+    if length == 1 and whole and heads * batch >= MANY * processors:
+        step_of_many(
+            q, k, v, g, beta, gate, tails, conv_weights, A_log, dt_bias, lower_bound, norm_weight, state, scale, eps,
+            norm_eps, out, new_tails, new_state,
+        )  # fmt: skip
+        return out, new_tails, new_state
     inputs = (q, k, v, g, beta, gate)
     # A program with a multiprocessor to itself asks for all its state at once.
-    columns = block_v if heads * batch <= tools.multiprocessors(q.device) else min(SLICE, block_v)
+    columns = block_v if heads * batch <= processors else min(SLICE, block_v)
     step_kernel[(heads * batch,)](
         *inputs, *tails, *conv_weights, A_log, dt_bias, norm_weight, state, out, *new_tails, new_state,
         length, *(x.stride(0) for x in inputs), *(x.stride(1) for x in inputs), scale, lower_bound or 0.0, eps,

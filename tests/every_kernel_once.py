@@ -17,6 +17,7 @@ from kimi_k3.kernels import (
     kda,
     kda_chunk_triton,
     kda_step,
+    kda_step_triton,
     mla_decode,
     mxfp4,
     norms,
@@ -82,6 +83,8 @@ def results():
     yield recurrence(48, 80, (97,), -5.0, grad=False)
     for tokens in (1, 3):
         yield step(tokens)
+    kda_step_triton.MANY = 0  # three kernels take a token
+    yield step(1, key_size=64, value_size=128)
     for grad in (False, True):
         inputs = tuple(random(1, 71, 200, grad=grad) for _ in range(3))
         weights = tuple(random(200, 1, 4, dtype=torch.float32, grad=grad) for _ in range(3))

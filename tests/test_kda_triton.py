@@ -13,6 +13,8 @@ from kimi_k3.kernels import dispatch, kda, kda_context, kda_step, short_conv
 
 pytest.importorskip("triton")
 
+from kimi_k3.kernels import kda_step_triton
+
 pytestmark = pytest.mark.one_release
 
 ON_GPU = torch.cuda.is_available()
@@ -413,6 +415,36 @@ def test_fused_step(tokens, lower_bound, dtype, bound, monkeypatch):
     assert out.dtype == dtype and rms_ratio(out, expected[0]) < bound
     assert all(torch.equal(a.double(), b) for a, b in zip(tails, expected[1], strict=True))
     assert rms_ratio(state, expected[2]) < bound
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize(("heads", "key_size", "value_size", "state_dtype"), [
+    (6, 32, 128, torch.float32), (1, 64, 32, torch.float32), (4, 128, 64, torch.bfloat16),
+])  # fmt: skip
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
+def test_fused_step_of_many(lower_bound, heads, key_size, value_size, state_dtype, dtype, bound, monkeypatch):
+    """Where sequences fill the device three kernels take a token: against float64, and in place to the same bits."""
+    inputs = step_inputs(1, dtype, heads, key_size, value_size, state_dtype)
+    options = {"lower_bound": lower_bound, "norm_eps": 1e-5}
+    taken = []
+    real = kda_step_triton.step_of_many
+    monkeypatch.setattr(kda_step_triton, "step_of_many", lambda *args: taken.append(real(*args)))
+    monkeypatch.setattr(kda_step_triton, "MANY", 0)
+    before = double(tuple(inputs.values()))
+    results = kda_step.kda_step(**inputs, **options)
+    assert len(taken) == 1
+    assert all(torch.equal(a.double(), b) for a, b in zip(inputs["tails"], before[6], strict=True))
+    assert torch.equal(inputs["state"].double(), before[-1])
+    copies = {**inputs, "tails": tuple(x.clone() for x in inputs["tails"]), "state": inputs["state"].clone()}
+    in_place = kda_step.kda_step(**copies, **options, in_place=True)
+    assert in_place[2] is copies["state"] and len(taken) == 2
+    for a, b in zip((results[0], *results[1], results[2]), (in_place[0], *in_place[1], in_place[2]), strict=True):
+        assert torch.equal(a, b)
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): "the oracle")
+    expected = kda_step.kda_step(**{name: double(x) for name, x in inputs.items()}, **options)
+    assert results[0].dtype == dtype and rms_ratio(results[0], expected[0]) < bound
+    assert all(torch.equal(a.double(), b) for a, b in zip(results[1], expected[1], strict=True))
+    assert rms_ratio(results[2], expected[2]) < (bound if state_dtype == torch.float32 else 5e-3)
 
 
 def test_fused_step_in_place_and_token_by_token():

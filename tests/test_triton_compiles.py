@@ -48,7 +48,7 @@ COMMON = dict(
     cu_seqlens=None, block_offsets=None, block_seq=None, sequence_of=None, HAS_TAIL=True, PTX=backend == "cuda",
     BOUNDED=True, NARROW=True, FOR_BACKWARD=False, inverse_out=None, lower_out=None, HAS_H0=True, HAS_DHT=True, EVERY=0,
     SEGMENTS=1, STEPS=4, STAGES=1 if backend == "hip" else 3, checkpoints=None, checkpoint_offsets=None,
-    ONE_TOKEN=True, N=9, D=7168, BD=8192, NORM=True, KEEP=True, HAS_MIXED=True, HAS_OUT=True,
+    ONE_TOKEN=True, IN_PLACE=True, BH=4, N=9, D=7168, BD=8192, NORM=True, KEEP=True, HAS_MIXED=True, HAS_OUT=True,
 )
 EXPERTS = dict(D=3584, M=3072, X=3584, WIDTH=3072, TOP_K=16, SITU=True, CAPPED=True, P=64, BM=16)
 RANKS = dict.fromkeys("counts ranks".split(), "*i32") | dict(pairs="i32")
@@ -74,6 +74,9 @@ CASES = [
     (kda_backward_triton.chunk_backward_kernel, 4, {}, {}),
     (kda_backward_triton.chunk_backward_kernel, 8, dict(BOUNDED=False, NARROW=False), {}),
     (kda_step_triton.step_kernel, 4, {}, {}),
+    (kda_step_triton.keys_kernel, 4, {}, dict(keys="*fp32")),
+    (kda_step_triton.state_kernel, 4, dict(BS=64), dict(keys="*fp32")),
+    (kda_step_triton.norm_kernel, 4, {}, {}),
     (short_conv_triton.conv_kernel, 4, dict(N=3), CONVOLUTIONS),
     (short_conv_triton.conv_backward_kernel, 4, dict(N=3), dict(CONVOLUTIONS, dweights="*fp32")),
     (attn_res_triton.mix_kernel, 8, {}, {}),
@@ -138,4 +141,4 @@ def test_every_kernel_compiles():
         [sys.executable, "-P", "-c", COMPILE, *targets], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 37 * len(targets)
+    assert len(done.stdout.splitlines()) == 40 * len(targets)
