@@ -9,6 +9,7 @@ from .kernels/attn_res import
 from .kernels/attn_res_triton import
 from .kernels/cross_entropy import
 from .kernels/dispatch import
+from .kernels/expert_rows_triton import
 from .kernels/experts import
 from .kernels/experts_triton import
 from .kernels/kda import

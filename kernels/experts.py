@@ -111,25 +111,27 @@ def sorted_experts(
     flat_ids = expert_ids.flatten()
     sorted_ids, order = flat_ids.sort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    inverse = inverse.view(expert_ids.shape)
     ends = torch.searchsorted(sorted_ids, torch.arange(len(gate_up), device=x.device), right=True).to(torch.int32)
-    rows = _Spread.apply(x, order, inverse)
+    in_torch = x.numel() == 0 or dispatch.triton_refusal(x, expert_weights) is not None
+    spread, combine = (_Spread, _Combine) if in_torch else (_FusedSpread, _FusedCombine)
+    rows = spread.apply(x, order, inverse)
     hidden = activation(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
-    return _Combine.apply(F.grouped_mm(hidden, down.transpose(1, 2), offs=ends), expert_weights, order, inverse)
+    return combine.apply(F.grouped_mm(hidden, down.transpose(1, 2), offs=ends), expert_weights, order, inverse)
 
 
 class _Spread(torch.autograd.Function):
-    """x [T, D] -> the rows of its pairs [T k, D], pair order[i] at i."""
+    """x [T, D] -> the rows of its pairs [T k, D], pair order[i] at i; inverse [T, k] is where a pair lies."""
 
     @staticmethod
     def forward(ctx, x, order, inverse):
         ctx.save_for_backward(inverse)
-        ctx.top_k = len(order) // len(x)
-        return x.index_select(0, order // ctx.top_k)
+        return x.index_select(0, order // inverse.shape[1])
 
     @staticmethod
     def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse).view(-1, ctx.top_k, grad.shape[-1]).sum(1), None, None
+        return grad.index_select(0, inverse.flatten()).unflatten(0, inverse.shape).sum(1), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -138,14 +140,43 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weights, order, inverse):
         ctx.save_for_backward(rows, weights, order, inverse)
-        return (rows.index_select(0, inverse).view(*weights.shape, -1) * weights[..., None]).sum(1)
+        return (rows.index_select(0, inverse.flatten()).unflatten(0, inverse.shape) * weights[..., None]).sum(1)
 
     @staticmethod
     def backward(ctx, grad):
         rows, weights, order, inverse = ctx.saved_tensors
         grad = grad.index_select(0, order // weights.shape[1])
-        grad_weights = (rows * grad).sum(-1).index_select(0, inverse).view_as(weights)
+        grad_weights = (rows * grad).sum(-1)[inverse]
         return (grad * weights.flatten()[order, None]).to(rows.dtype), grad_weights, None, None
+
+
+class _FusedSpread(_Spread):
+    """`_Spread` with a Triton kernel for its backward pass."""
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        out = dispatch.run_kernels(_rows("combine"), grad, *ctx.saved_tensors, None, grad.dtype)
+        return _Spread.backward(ctx, grad) if out is None else (out, None, None)
+
+
+class _FusedCombine(_Combine):
+    """`_Combine` in a Triton kernel each way."""
+
+    @staticmethod
+    def forward(ctx, rows, weights, order, inverse):
+        out = dispatch.run_kernels(_rows("combine"), rows, inverse, weights, torch.float32)
+        if out is None:
+            return _Combine.forward(ctx, rows, weights, order, inverse)
+        ctx.save_for_backward(rows, weights, order, inverse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        rows, weights, _, inverse = ctx.saved_tensors
+        grads = dispatch.run_kernels(_rows("combine_backward"), grad, rows, inverse, weights)
+        return _Combine.backward(ctx, grad) if grads is None else (*grads, None, None)
 
 
 def fused_experts(
@@ -200,3 +231,9 @@ def _run(*arguments):
     from . import experts_triton
 
     return experts_triton.run(*arguments)
+
+
+def _rows(name):
+    from . import expert_rows_triton
+
+    return getattr(expert_rows_triton, name)

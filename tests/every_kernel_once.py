@@ -72,6 +72,15 @@ def routed(pairs, packed, top_k=3, count=5, size=96, width=160):
     return experts.fused_experts(x, ids, torch.rand(pairs, top_k, device="cuda"), gate_up, down, scales, 3.0, 2.0)
 
 
+def moved(tokens, top_k, size):
+    """Rows to their experts' order and back, as in training, without the products between."""
+    order = torch.randperm(tokens * top_k, device="cuda")
+    inverse = order.argsort().view(tokens, top_k)
+    rows = experts._FusedSpread.apply(random(tokens, size, grad=True), order, inverse)
+    weights = random(tokens, top_k, dtype=torch.float32, grad=True)
+    return experts._FusedCombine.apply(rows, weights, order, inverse)
+
+
 def results():
     """Yields the tensors that the kernels return, with a graph where they have a backward."""
     for sizes in ((128, 128), (48, 80), (16, 256)):
@@ -100,6 +109,8 @@ def results():
     for pairs in (2, 90, 700):
         yield (routed(pairs, packed=True),)
         yield (routed(pairs, packed=False),)
+    for sizes in ((7, 3, 200), (5, 16, 1032)):
+        yield (moved(*sizes),)
     yield (mla_decode.mla_decode(random(2, 3, 5, 64), random(2, 3, 5, 16), random(2, 77, 80), 0.1),)
     yield router.choose_experts(random(7, 24, dtype=torch.float32), random(24, dtype=torch.float32), 4, True, 2.5)
 

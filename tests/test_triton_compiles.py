@@ -21,8 +21,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kimi_k3.kernels import (
-    attn_res_triton, experts_triton, kda_backward_triton, kda_chunk_triton, kda_step_triton, mla_decode_triton,
-    norms_triton, router_triton, short_conv_triton, situ_triton,
+    attn_res_triton, expert_rows_triton, experts_triton, kda_backward_triton, kda_chunk_triton, kda_step_triton,
+    mla_decode_triton, norms_triton, router_triton, short_conv_triton, situ_triton,
 )
 
 for target in sys.argv[1:]:  # a child for each, which need not import again
@@ -63,6 +63,11 @@ NORMS = dict(D=7168, BD=8192, BR=1)
 GLU, BETA = dict(M=33792, BLOCK=1024, SITU=True, CAPPED=True), dict(beta="fp32")
 CONVOLUTIONS = dict.fromkeys("xs tails ys dys dxs".split(), ("*bf16",) * 3) | dict(weights=("*fp32",) * 3)
 ROUTER = dict.fromkeys("logits bias weights".split(), "*fp32") | dict(chosen="*i64", scaling="fp32", stride="i32")
+COLUMNS, ROWS_WARPS = expert_rows_triton.combine_blocks(3584)
+COMBINE = dict(D=3584, BD=COLUMNS, K=16)
+COLUMNS, BLOCK, BACKWARD_WARPS = expert_rows_triton.backward_blocks(3584, 16, 2)
+COMBINE_BACKWARD = dict(D=3584, BD=COLUMNS, K=16, BK=BLOCK)
+ROWS = dict.fromkeys("weights grad d_weights out".split(), "*fp32") | dict(rows="*bf16", inverse="*i64")
 CASES = [
     (kda_chunk_triton.prepare_kernel, 2, dict(residual=None), {}),
     (kda_chunk_triton.prepare_kernel, 4, dict(residual=None, BOUNDED=False, NARROW=False), {}),
@@ -81,6 +86,9 @@ CASES = [
     (short_conv_triton.conv_backward_kernel, 4, dict(N=3), dict(CONVOLUTIONS, dweights="*fp32")),
     (attn_res_triton.mix_kernel, 8, {}, {}),
     (attn_res_triton.mix_backward_kernel, 8, {}, {}),
+    (expert_rows_triton.combine_kernel, ROWS_WARPS, COMBINE, ROWS),
+    (expert_rows_triton.combine_kernel, ROWS_WARPS, dict(COMBINE, weights=None), dict(ROWS, out="*bf16")),
+    (expert_rows_triton.combine_backward_kernel, BACKWARD_WARPS, COMBINE_BACKWARD, ROWS),
     (experts_triton.plan_kernel, 1, EXPERTS, RANKS),
     (experts_triton.order_kernel, 4, dict(D=3584, X=3584, BM=16, BN=256), {}),
     (experts_triton.rank_kernel, 4, dict(P=1024), RANKS),
