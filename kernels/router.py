@@ -32,8 +32,9 @@ def choose_experts(
         chosen [T, top_k] int64 in no fixed order, and their weights [T, top_k] in the dtype of the logits.
     """
     plain = groups == kept_groups and logits.dtype == torch.float32 and 0 < logits.shape[-1] <= MAX_EXPERTS
-    if plain and not dispatch.needs_grad(logits) and dispatch.triton_refusal(logits, bias) is None and len(logits):
-        results = dispatch.run_kernels(_run, logits, bias, top_k, renormalize, scaling)
+    if plain and dispatch.triton_refusal(logits, bias) is None and len(logits):
+        run = _Choose.apply if dispatch.needs_grad(logits) else _run
+        results = dispatch.run_kernels(run, logits, bias, top_k, renormalize, scaling)
         if results is not None:
             return results
     return _composed(logits, bias, top_k, renormalize, scaling, groups, kept_groups)
@@ -43,10 +44,14 @@ def _composed(logits, bias, top_k, renormalize, scaling, groups, kept_groups):
     scores = torch.sigmoid(logits)
     choice = _limit_groups(scores.detach() + bias.to(logits.dtype), groups, kept_groups)
     chosen = choice.topk(top_k, dim=-1, sorted=False).indices
-    weights = scores.gather(-1, chosen)
+    return chosen, _weigh(scores.gather(-1, chosen), renormalize, scaling)
+
+
+def _weigh(scores, renormalize, scaling):
+    """Weights of the chosen experts from their scores."""
     if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return chosen, weights * scaling
+        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    return scores * scaling
 
 
 def _limit_groups(choice, groups, kept):
@@ -56,6 +61,29 @@ def _limit_groups(choice, groups, kept):
     best = grouped.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1, sorted=False).indices
     dropped = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
     return grouped.masked_fill(dropped[..., None], float("-inf")).flatten(-2)
+
+
+class _Choose(torch.autograd.Function):
+    """The Triton kernel; only the logits of chosen experts have a gradient, so torch makes it from those alone."""
+
+    @staticmethod
+    def forward(ctx, logits, bias, top_k, renormalize, scaling):
+        chosen, weights = _run(logits, bias, top_k, renormalize, scaling)
+        ctx.options = renormalize, scaling
+        ctx.save_for_backward(logits, chosen)
+        ctx.mark_non_differentiable(chosen)
+        return chosen, weights
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, _, d_weights):
+        logits, chosen = ctx.saved_tensors
+
+        def weights_of(picked):
+            return _weigh(torch.sigmoid(picked), *ctx.options)
+
+        (grad,) = dispatch.recomputed(weights_of, [logits.gather(-1, chosen)], d_weights)
+        return torch.zeros_like(logits).scatter_(-1, chosen, grad), None, None, None, None
 
 
 def _run(*arguments):

@@ -49,13 +49,30 @@ def test_not_a_number_stays_one_and_names_experts_that_exist(monkeypatch):
     assert 0 <= chosen.min() and chosen.max() < 5 and weights.isnan().all()
 
 
-def test_gradients_and_groups_take_the_reference(monkeypatch):
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 24, 7), (2, 896, 16)])
+def test_gradients(sizes, renormalize, monkeypatch):
+    """Logits of experts that were not chosen have a gradient of zero."""
+    tokens, experts, top_k = sizes
+    torch.manual_seed(1)
+    logits, bias = torch.randn(tokens, 2 * experts, device=DEVICE)[:, :experts] * 3, torch.randn(experts, device=DEVICE)
+    seed, found = torch.randn(tokens, experts, device=DEVICE), []
+    for refusal, convert in ((None, lambda t: t), ("the oracle", torch.Tensor.double)):
+        monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, refusal=refusal: refusal)
+        leaf = convert(logits).detach().requires_grad_()
+        chosen, weights = router.choose_experts(leaf, convert(bias), top_k, renormalize, 2.5)
+        assert not chosen.requires_grad and (weights.grad_fn.name() == "_ChooseBackward") == (refusal is None)
+        found.append(torch.autograd.grad((weights * seed.gather(-1, chosen)).sum(), leaf)[0])
+        assert found[-1].dtype == leaf.dtype and not found[-1].scatter(-1, chosen, 0.0).any()
+    torch.testing.assert_close(found[0].double(), found[1], rtol=1e-4, atol=1e-6)
+
+
+def test_groups_take_the_reference(monkeypatch):
     calls = []
     monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors: None)
     monkeypatch.setattr(dispatch, "run_kernels", lambda *arguments: calls.append(1))
     logits, bias = torch.randn(4, 8), torch.zeros(8)
     router.choose_experts(logits, bias, 2, True, 1.0, groups=4, kept_groups=2)
-    router.choose_experts(logits.requires_grad_(), bias, 2, True, 1.0)[1].sum().backward()
-    assert not calls and logits.grad is not None
-    router.choose_experts(logits.detach(), bias, 2, True, 1.0)
+    assert not calls
+    router.choose_experts(logits, bias, 2, True, 1.0)
     assert calls
