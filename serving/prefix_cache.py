@@ -26,7 +26,7 @@ from ..cache_layers_kimi_k3 import LatentCacheLayer
 from ..modeling_kimi_k3 import CACHE_ARGUMENT
 from .cost import ModelCost, text_cost
 from .prefix_index import PrefixIndex, Segment, chained, token_bytes
-from .tiers import DiskTier, MemoryTier, PartId, Tensors, Tier
+from .tiers import Behind, DiskTier, MemoryTier, PartId, Tensors, Tier
 
 LATENTS, STATE = "latents", "state"
 
@@ -65,7 +65,11 @@ class PrefixCache:
         chunk: tokens that one forward may read, with the states inside it exported in the same pass; all of them lie on
             the device until it ends. None: a forward ends at every state, which makes a hit exact to the last bit
             (docs/serving.md).
-        write_through: copy to the lower tiers at once; otherwise a part moves down when the tier above is full.
+        write_through: copy to the lower tiers too; otherwise a part moves down when the tier above is full.
+
+    With write-through the lower tiers take a new part at once, but as the device's tensors. A thread replaces these by
+    copies and writes the files once the forward or generation that made the part is over, or `flush` or `close` asks.
+    What the device's tier refuses, or evicts before that, is copied to host memory there and then.
 
     Raises:
         ValueError: for budgets or sizes that cannot work.
@@ -94,10 +98,10 @@ class PrefixCache:
         self.model, self.every, self.chunk, self.write_through = model, every, chunk, write_through
         self.index = PrefixIndex(numerics_fingerprint(model), block)
         self.tiers: list[Tier] = [MemoryTier("device", model.device, device_bytes)]
+        self._behind = Behind()
         if host_bytes:
-            pinned = model.device.type == "cuda"
-            self.tiers.append(MemoryTier("host", torch.device("cpu"), host_bytes, pinned))
-        self.disk = None if folder is None else DiskTier(Path(folder), disk_bytes, self.index.root.key)
+            self.tiers.append(MemoryTier("host", torch.device("cpu"), host_bytes, self._behind))
+        self.disk = None if folder is None else DiskTier(Path(folder), disk_bytes, self.index.root.key, self._behind)
         if self.disk:
             self.tiers.append(self.disk)
         self.lookups = self.hits = self.hit_tokens = self.computed_tokens = 0
@@ -128,10 +132,11 @@ class PrefixCache:
 
         With `keep_logits` those of all tokens that ran, [1, T - hit, vocabulary].
         """
-        done = self.prefill(input_ids, keep_logits)
-        last = self.model(input_ids[:, -1:], **{CACHE_ARGUMENT: done.cache}).logits
+        with self._prefilled(input_ids, keep_logits) as done:
+            last = self.model(input_ids[:, -1:], **{CACHE_ARGUMENT: done.cache}).logits
+            logits = torch.cat([*done.logits, last], dim=1)
         done.splits.append(input_ids.shape[1])
-        return torch.cat([*done.logits, last], dim=1), done
+        return logits, done
 
     def generate(self, input_ids: torch.Tensor, **kwargs):
         """`model.generate(input_ids [1, T], ...)`; the prompt and the finished turn are kept.
@@ -167,8 +172,7 @@ class PrefixCache:
 
     def flush(self) -> None:
         """Wait until everything kept is on the disk, as far as it goes there."""
-        if self.disk:
-            self.disk.flush()
+        self._behind.flush()
         with self._lock:
             self._forget_failed()
 
@@ -190,6 +194,7 @@ class PrefixCache:
                         held = next((tier for tier in self.tiers if part in tier), None)
                         if held is not None and part not in self.disk:
                             self._put(len(self.tiers) - 1, segment, kind, held.get(part), held.entries[part].cost)
+        self._behind.close()
         for tier in self.tiers:
             tier.close()
 
@@ -227,7 +232,7 @@ class PrefixCache:
 
     @contextmanager
     def _prefilled(self, input_ids: torch.Tensor, keep_logits: bool = False):
-        """A `Prefilled` whose segment is pinned inside the block."""
+        """A `Prefilled` whose segment is pinned inside the block; copies and files wait for the end of it."""
         tokens = self._tokens(input_ids)
         last = len(tokens) - 1
         cache, segment, shared = self._restored_prefix(tokens)
@@ -264,6 +269,7 @@ class PrefixCache:
                 if done.segment is not None:
                     done.segment.unpin()
                     self._prune(done.segment)
+            self._behind.start(self.model.device)
 
     def _forwards(self, start: int, ends: list[int]) -> list[list[int]]:
         """The states to keep behind `start`, by the forward that makes them: its last one ends there."""
@@ -338,7 +344,7 @@ class PrefixCache:
     def _state(self, cache: HybridCache, segment: Segment) -> Tensors:
         """Recurrent states and convolution tails of all KDA layers."""
         return {
-            f"layers.{i}.{name}": tensor
+            f"layers.{i}.{name}": tensor.to(self.model.device)
             for i, layer in enumerate(cache.layers)
             if not isinstance(layer, LatentCacheLayer)
             for name, tensor in zip(layer.tensor_names, layer.tensors(), strict=True)
@@ -348,11 +354,10 @@ class PrefixCache:
         """The cache behind the last segment of the chain; latents are copied, states shared (nobody writes to them)."""
         cache, device = HybridCache(self.model.config), self.model.device
         blocks = [held[name].to(device) for held in latents for name in sorted(held) if name.startswith("block.")]
-        mla = 0
+        of_layers = zip(*(block.unbind() for block in blocks), strict=True)
         for i, layer in enumerate(cache.layers):
             if isinstance(layer, LatentCacheLayer):
-                layer.load([torch.cat([block[mla] for block in blocks])[None]], chain[-1].end)
-                mla += 1
+                layer.load([torch.cat(next(of_layers))[None]], chain[-1].end)
             else:
                 tensors = [state[f"layers.{i}.{name}"].to(device) for name in layer.tensor_names]
                 layer.load(tensors, chain[-1].end)
@@ -382,12 +387,11 @@ class PrefixCache:
                     if missing is not None:
                         self._lost(*missing)
                     else:
-                        for (s, kind), (level, tensors) in zip(wanted, read, strict=True):
-                            self._promote(s, kind, level, tensors)
+                        tensors = [self._promote(*at, *found) for at, found in zip(wanted, read, strict=True)]
                 if missing is None and only_fetch:
+                    self._behind.start()
                     return segment.end
                 if missing is None:
-                    tensors = [tensors for _, tensors in read]
                     cache = (
                         self._assembled(chain, tensors[:-1], tensors[-1]) if chain else HybridCache(self.model.config)
                     )
@@ -408,14 +412,16 @@ class PrefixCache:
                     tier.drop((segment.key, kind))
         return -1, None
 
-    def _promote(self, segment: Segment, kind: str, level: int, tensors: Tensors) -> None:
-        """A part was used: it ranks as new, and lies on the device again if room can be made there."""
+    def _promote(self, segment: Segment, kind: str, level: int, tensors: Tensors) -> Tensors:
+        """A part was used: it ranks as new, and lies on the device again if room can be made there. The tensors are
+        returned, from the device's tier if it has them now."""
         part = segment.key, kind
         cost = next((tier.entries[part].cost for tier in self.tiers if part in tier), 0.0)
         if level > 0 and part not in self.tiers[0]:
             self._put(0, segment, kind, tensors, cost)
         for tier in self.tiers:
             tier.touch(part)
+        return self.tiers[0].entries[part].tensors if part in self.tiers[0] else tensors
 
     # --- keeping (all of it under the lock) ----------------------------------------------------------------------
 
@@ -423,10 +429,12 @@ class PrefixCache:
         return any((segment.key, kind) in tier for tier in self.tiers)
 
     def _insert(self, segment: Segment, kind: str, tensors: Tensors, cost: float) -> None:
-        """Into the first tier that takes it, and with write-through into all below."""
-        for level in range(len(self.tiers)):
-            if self._put(level, segment, kind, tensors, cost) and not self.write_through:
-                return
+        """Into the first tier that takes it, and with write-through into all below, which share its tensors."""
+        for level, tier in enumerate(self.tiers):
+            if self._put(level, segment, kind, tensors, cost):
+                if not self.write_through:
+                    return
+                tensors = tier.entries[segment.key, kind].tensors or tensors
 
     def _put(self, level: int, segment: Segment, kind: str, tensors: Tensors, cost: float) -> bool:
         """Whether the tier has the part now, after whatever had to go."""
@@ -443,9 +451,11 @@ class PrefixCache:
                 "steps": str(int(segment.steps)),
                 "forward": segment.forward.hex(),
             }
-            tier.put(part, tensors, cost, described)
+            entry = tier.put(part, tensors, cost, described)
         else:
-            tier.put(part, tensors, cost)
+            entry = tier.put(part, tensors, cost)
+        if level > 0 and part not in self.tiers[0]:
+            tier.own(entry)
         return True
 
     def _make_room(self, level: int, size: int) -> bool:
@@ -464,6 +474,9 @@ class PrefixCache:
             if below and not self.write_through and not any(part in lower for lower in below):
                 tensors = tier.get(part)
             entry = tier.evict(part)
+            for lower in below if level == 0 else ():
+                if part in lower:
+                    lower.own(lower.entries[part])
             if tensors is not None:
                 for lower in range(level + 1, len(self.tiers)):
                     if self._put(lower, segment, part[1], tensors, entry.cost):

@@ -12,12 +12,13 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load, save
 
 logger = logging.getLogger(__name__)
@@ -27,14 +28,93 @@ Tensors = dict[str, torch.Tensor]
 FORMAT = "kimi-k3 prefix 1"
 
 
+class Behind:
+    """What no first token waits for: copies and files, made in order by one thread, from when `start` is called on.
+
+    Threads may share it. An error is logged and does not stop what comes after.
+    """
+
+    def __init__(self):
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefix-cache-writer")
+        self._lock = threading.Lock()
+        self._waiting: list[tuple] = []
+
+    def add(self, work: Callable, *args) -> None:
+        """Have `work(*args)` done after the next `start`."""
+        with self._lock:
+            self._waiting.append((work, *args))
+
+    def start(self, device: torch.device | None = None) -> None:
+        """Do what waits; with a device, once it has done what this thread gave it before."""
+        with self._lock:
+            event = _recorded(device) if self._waiting and device is not None else None
+            if event is not None:
+                self._thread.submit(self._logged, event.synchronize)
+            for work in self._waiting:
+                self._thread.submit(self._logged, *work)
+            self._waiting.clear()
+
+    @staticmethod
+    def _logged(work: Callable, *args) -> None:
+        try:
+            work(*args)
+        except Exception:
+            logger.exception("prefix cache: a copy behind the first token failed")
+
+    def flush(self) -> None:
+        """Wait until everything added before is done."""
+        self.start()
+        self._thread.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """`flush`, and take no more."""
+        self.start()
+        self._thread.shutdown(wait=True)
+
+
+def _recorded(device: torch.device):
+    """An event behind what this thread gave the device so far; None where a call returns when its work is done."""
+    module = torch.get_device_module(device)
+    if device.type == "cpu" or not hasattr(module, "Stream"):
+        return None
+    return module.current_stream(device).record_event()
+
+
+def _home(tensors: Tensors) -> torch.device:
+    """The device of a part: tokens may lie in host memory beside latents that do not."""
+    devices = [tensor.device for tensor in tensors.values()]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def on_host(tensors: Tensors, ready) -> Tensors:
+    """The tensors in host memory, page-locked if they are copied from a GPU; what lies there is not copied.
+
+    Args:
+        ready: the event behind which a GPU's tensors are computed. All copies are then under way at once, beside
+            what the GPU computes, and waited for together.
+    """
+    if ready is None:
+        return {name: tensor.cpu() for name, tensor in tensors.items()}
+    device = _home(tensors)
+    module = torch.get_device_module(device)
+    stream = module.Stream(device)
+    stream.wait_event(ready)
+    with module.stream(stream):
+        copies = {name: tensor.to("cpu", non_blocking=True) for name, tensor in tensors.items()}
+    stream.synchronize()
+    return copies
+
+
 @dataclass
 class Entry:
-    """`cost` is what recomputing the part takes; `tensors` is None where they lie in a file."""
+    """`cost` is what recomputing the part takes; `tensors` is None where they lie in a file; `ready` is the event
+    behind which they are computed, where they lie on a GPU and are yet to be copied."""
 
     bytes: int
     cost: float
     priority: float
     tensors: Tensors | None = None
+    ready: object = None
 
 
 class Tier:
@@ -46,6 +126,7 @@ class Tier:
         self.budget, self.used, self.clock = budget, 0, 0.0
         self.entries: dict[PartId, Entry] = {}
         self.written_bytes = self.read_bytes = self.evicted_bytes = 0
+        self._lock = threading.RLock()
 
     @staticmethod
     def size_of(tensors: Tensors) -> int:
@@ -78,6 +159,7 @@ class Tier:
         entry = self.entries.pop(part, None)
         if entry is not None:
             self.used -= entry.bytes
+            entry.tensors = None  # a copy that still waits must neither be made nor keep them alive
         return entry
 
     def evict(self, part: PartId) -> Entry:
@@ -87,26 +169,42 @@ class Tier:
         self.evicted_bytes += entry.bytes
         return entry
 
+    def own(self, entry: Entry) -> None:
+        """Of a tier below the device's: hold copies in host memory in place of tensors that lie on the device."""
+        with self._lock:
+            tensors, ready = entry.tensors, entry.ready
+        if tensors is None:
+            return
+        copies = on_host(tensors, ready)
+        with self._lock:
+            if entry.tensors is tensors:  # else another thread was faster, or the file is written
+                entry.tensors, entry.ready = copies, None
+
     def close(self) -> None:
-        """Finish what is under way."""
+        """Let go of what is open."""
 
 
 class MemoryTier(Tier):
-    """Tensors on one device; with `pinned`, page-locked host memory, from which a GPU copies without a detour."""
+    """Tensors on the model's device, or with `behind` in host memory: page-locked copies of a GPU's, made later."""
 
-    def __init__(self, name: str, device: torch.device, budget: int, pinned: bool = False):
+    def __init__(self, name: str, device: torch.device, budget: int, behind: Behind | None = None):
         super().__init__(budget)
-        self.name, self.device, self.pinned = name, device, pinned
+        self.name, self.device, self.behind = name, device, behind
 
-    def put(self, part: PartId, tensors: Tensors, cost: float) -> None:
+    def put(self, part: PartId, tensors: Tensors, cost: float) -> Entry:
         held = {}
         for name, tensor in tensors.items():
-            tensor = tensor.to(self.device)
+            if self.behind is None:  # to a GPU nothing need wait: what it is given next runs after the copy
+                tensor = tensor.to(self.device, non_blocking=self.device.type != "cpu")
             if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
                 tensor = tensor.clone()  # a view would keep more alive than is counted
-            held[name] = tensor.pin_memory() if self.pinned and not tensor.is_pinned() else tensor
-        self._enter(part, self.size_of(held), cost, held)
-        self.written_bytes += self.entries[part].bytes
+            held[name] = tensor
+        entry = self._enter(part, self.size_of(held), cost, held)
+        self.written_bytes += entry.bytes
+        if self.behind is not None:
+            entry.ready = _recorded(_home(held))
+            self.behind.add(self.own, entry)
+        return entry
 
     def get(self, part: PartId) -> Tensors | None:
         entry = self.entries.get(part)
@@ -129,21 +227,19 @@ class DiskTier(Tier):
     """One safetensors file a part, in a folder that several processes may share.
 
     A file appears under its name only when it is whole and on the disk (written aside, synced, renamed), and its
-    checksum is verified whenever it is read. Writing is done by a thread; until it is done the tensors are served from
-    memory. The names of parts whose writing failed wait in `failed`.
+    checksum is verified whenever it is read. Writing is done by the thread of `behind`; until it is done the tensors
+    are served from memory. The names of parts whose writing failed wait in `failed`.
     """
 
     name = "disk"
     suffix = ".safetensors"
 
-    def __init__(self, folder: Path, budget: int, namespace: str):
+    def __init__(self, folder: Path, budget: int, namespace: str, behind: Behind):
         super().__init__(budget)
-        self.folder, self.namespace = folder / namespace, namespace
+        self.folder, self.namespace, self.behind = folder / namespace, namespace, behind
         self.folder.mkdir(parents=True, exist_ok=True)
         self.failed: list[PartId] = []
         self.rejected = 0
-        self._lock = threading.RLock()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-cache-writer")
         self._seen = None
         self._count = 0
         self._join()
@@ -234,21 +330,22 @@ class DiskTier(Tier):
                 self.path(part).unlink(missing_ok=True)
             fcntl.flock(self._held, fcntl.LOCK_SH)
 
-    def put(self, part: PartId, tensors: Tensors, cost: float, metadata: dict[str, str]) -> None:
-        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+    def put(self, part: PartId, tensors: Tensors, cost: float, metadata: dict[str, str]) -> Entry:
         with self._lock:
             entry = self._enter(part, self.size_of(tensors), cost, tensors)
-        self._writer.submit(self._write, part, entry, metadata)
+            entry.ready = _recorded(_home(tensors))
+        self.behind.add(self._write, part, entry, metadata)
+        return entry
 
     def _write(self, part: PartId, entry: Entry, metadata: dict[str, str]) -> None:
-        with self._lock:
-            tensors = entry.tensors
-            if self.entries.get(part) is not entry:  # dropped before its turn
-                return
         self._count += 1
         aside = self.folder / f"{part[0]}.{os.getpid()}-{threading.get_native_id()}-{self._count}.writing"
-        header = {"format": FORMAT, "namespace": self.namespace, "checksum": checksum(*part, tensors), **metadata}
         try:
+            self.own(entry)
+            tensors = entry.tensors
+            if tensors is None:  # dropped before its turn
+                return
+            header = {"format": FORMAT, "namespace": self.namespace, "checksum": checksum(*part, tensors), **metadata}
             data = save(tensors, metadata=header)
             with open(aside, "wb") as file:
                 file.write(data)
@@ -264,7 +361,7 @@ class DiskTier(Tier):
                 entry.bytes = len(data)
                 self.written_bytes += len(data)
             self._sync_folder()
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # of the file system, or of the device that holds the tensors
             logger.warning("prefix cache: %s could not be written and is not kept on disk: %s", aside.name, error)
             aside.unlink(missing_ok=True)
             with self._lock:
@@ -313,10 +410,5 @@ class DiskTier(Tier):
                 self.path(part).unlink(missing_ok=True)
             return entry
 
-    def flush(self) -> None:
-        """Wait until everything handed over is on the disk or has failed."""
-        self._writer.submit(lambda: None).result()
-
     def close(self) -> None:
-        self._writer.shutdown(wait=True)
         self._held.close()

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig, cli
+from kimi_k3.serving import tiers
 from kimi_k3.serving.prefix_cache import PrefixCache
 
 BLOCK, EVERY = 4, 12
@@ -391,6 +392,215 @@ def test_the_folder_on_the_command_line(tmp_path, capsys):
         assert "letter.txt" in capsys.readouterr().err
     assert cli.main(["cache", "stats", str(tmp_path / "nowhere")]) == 2
     assert (folder / "letter.txt").exists()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Options of a cache with all three tiers."""
+    return {"host_bytes": 1 << 30, "folder": tmp_path, "disk_bytes": 1 << 30}
+
+
+@pytest.fixture
+def writes(monkeypatch):
+    """Checksums, one a part, of what is being written or was; it is slow, and waits while `writes.gate` is not set."""
+
+    class Writes(list):
+        gate = threading.Event()
+
+    written, save = Writes(), tiers.save
+
+    def slow(tensors, metadata):
+        written.append(metadata["checksum"])
+        assert written.gate.wait(20)
+        time.sleep(0.01)
+        return save(tensors, metadata)
+
+    written.gate.set()
+    monkeypatch.setattr(tiers, "save", slow)
+    yield written
+    written.gate.set()
+
+
+def hit_of_another(disk, ids):
+    """Tokens that a cache without memory of its own finds on the disk."""
+    another = make(**{**disk, "device_bytes": 0, "host_bytes": 0})
+    hit = check(another, ids)
+    another.close()
+    return hit
+
+
+def at_step(step, action):
+    """Stopping criteria that do something once, when so many tokens are there."""
+
+    def criterion(ids, scores, **kwargs):
+        if ids.shape[1] == step:
+            action()
+        return torch.zeros(1, dtype=torch.bool)
+
+    return [criterion]
+
+
+def test_a_blocked_disk_delays_no_token(disk, writes):
+    cache = make(**disk)
+    writes.gate.clear()
+    assert check(cache, tokens(30)) == 0
+    text = cache.generate(row(tokens(30)), max_new_tokens=8, do_sample=False)
+    assert check(cache, [*text[0].tolist(), 3]) == 37  # nothing is on the disk, all of it is served
+    assert cache.disk.written_bytes == 0
+    writes.gate.set()
+    cache.close()
+    assert hit_of_another(disk, [*text[0].tolist(), 3]) == 38
+
+
+@pytest.mark.parametrize("what", ["forward", "generate"])
+def test_copies_begin_behind_the_last_forward(disk, monkeypatch, what):
+    """The thread finds time enough to begin in any of the forwards, and must not."""
+    events, forward, on_host = [], MODEL.forward, tiers.on_host
+
+    def slow(*args, **kwargs):
+        time.sleep(0.02)
+        logits = forward(*args, **kwargs)
+        events.append("forward")
+        return logits
+
+    monkeypatch.setattr(MODEL, "forward", slow)
+    monkeypatch.setattr(tiers, "on_host", lambda *args: events.append("copy") or on_host(*args))
+    cache = make(**disk)
+    if what == "forward":
+        cache.forward(row(tokens(20)))
+    else:
+        cache.generate(row(tokens(20)), max_new_tokens=3, do_sample=False)
+    cache.flush()
+    assert "copy" in events and events == sorted(events, key="forward".__ne__)
+    assert events.count("forward") == (3 if what == "forward" else 5)
+    cache.close()
+
+
+@pytest.mark.parametrize("how", ["flush", "close", "flush in the middle"])
+def test_what_is_owed_is_paid(disk, writes, how):
+    """In the middle of a generation nothing is begun before, and all of the prompt is there afterwards."""
+    cache, prompt = make(**disk), tokens(30)
+    if how == "flush in the middle":
+
+        def flush():
+            assert not writes
+            cache.flush()
+            assert hit_of_another(disk, [*prompt, 5]) == 29
+
+        cache.generate(row(prompt), max_new_tokens=3, stopping_criteria=at_step(31, flush))
+    else:
+        check(cache, prompt)
+        getattr(cache, how)()
+    assert hit_of_another(disk, [*prompt, 5]) >= 29
+    cache.close()
+
+
+def test_what_the_device_evicts_is_copied_before(disk, writes, monkeypatch):
+    """The tiers below share the tensors of the device's tier while it has them, and no longer."""
+    copies, on_host = set(), tiers.on_host
+
+    def copied(tensors, ready):
+        fresh = {name: tensor.clone() for name, tensor in on_host(tensors, ready).items()}
+        copies.update(map(id, fresh.values()))
+        return fresh
+
+    monkeypatch.setattr(tiers, "on_host", copied)
+    cache, prompt = make(**{**disk, "device_bytes": 4 * STATE_BYTES}), tokens(60)
+    kept = {}
+
+    def look():
+        device, *below = cache.tiers
+        for tier in below:
+            for part, entry in tier.entries.items():
+                kept[tier.name, part] = part in device
+                for name, tensor in entry.tensors.items():
+                    assert (id(tensor) in copies) != (part in device)
+                    assert part not in device or tensor is device.entries[part].tensors[name]
+
+    cache.generate(row(prompt), max_new_tokens=3, stopping_criteria=at_step(61, look))
+    assert len(kept) == 20 and set(kept.values()) == {True, False}
+    assert cache.tiers[0].used <= cache.tiers[0].budget
+    cache.close()
+    assert hit_of_another(disk, [*prompt, 5]) == 59
+
+
+def test_a_generation_that_breaks_off_pays_too(disk, writes):
+    cache, prompt = make(**disk), tokens(30)
+
+    def leave():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.generate(row(prompt), max_new_tokens=5, stopping_criteria=at_step(32, leave))
+    assert not cache._behind._waiting and not cache.index.root.pins
+    cache.flush()
+    assert hit_of_another(disk, prompt) == 29
+    cache.close()
+
+
+def test_two_threads_pay_once(disk, writes):
+    """A short forward ends while another thread generates: it pays for both, and nothing is written twice."""
+    cache, prompt = make(**disk), tokens(30)
+
+    def meanwhile():
+        assert not writes
+        other = threading.Thread(target=check, args=(cache, tokens(20, 1)))
+        other.start()
+        other.join()
+        deadline = time.monotonic() + 10
+        while len(writes) < 10 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(writes) == 2 * len(cache.index.segments) == 10  # latents and state
+
+    cache.generate(row(prompt), max_new_tokens=3, stopping_criteria=at_step(31, meanwhile))
+    cache.flush()
+    assert len(writes) == len(set(writes)) == len(cache.disk.entries) == 12
+    cache.close()
+    assert hit_of_another(disk, prompt) == 29 and hit_of_another(disk, tokens(20, 1)) == 19
+
+
+def test_what_is_forgotten_is_not_written(disk, writes):
+    cache = make(**disk)
+    writes.gate.clear()
+    check(cache, tokens(30))
+    cache.clear()
+    writes.gate.set()
+    cache.flush()
+    assert not any(tier.entries or tier.used for tier in cache.tiers)
+    assert not list(cache.disk.folder.glob("*.*")) and len(writes) <= 1  # one may have been under way
+    cache.close()
+    assert hit_of_another(disk, tokens(30)) == 0
+
+
+def test_a_copy_that_fails_costs_the_copy(disk, monkeypatch, caplog):
+    """Logged; the disk forgets the part, memory serves it, and later ones are written."""
+    cache = make(**disk)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers, "on_host", lambda *args: 1 / 0)
+        check(cache, tokens(30))
+        cache.flush()
+    assert "a copy behind the first token failed" in caplog.text and "could not be written" in caplog.text
+    assert not cache.disk.entries and check(cache, tokens(30)) == 29
+    check(cache, tokens(30, 1))
+    cache.close()
+    assert hit_of_another(disk, tokens(30, 1)) == 29 and hit_of_another(disk, tokens(30)) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_copies_of_a_gpu_are_page_locked_and_equal(writes):
+    """Copied beside what the GPU computes, behind what it computed for them."""
+    behind = tiers.Behind()
+    tier = tiers.MemoryTier("host", torch.device("cpu"), 1 << 40, behind)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10**8)
+        found = {str(i): torch.full((1000, i), float(i), device="cuda") for i in range(1, 50)}
+        entry = tier.put(("a", "state"), found, 1.0)
+    assert all(tensor.is_cuda for tensor in tier.get(("a", "state")).values())
+    behind.start(torch.device("cuda"))
+    behind.close()
+    assert entry.ready is None
+    for i, tensor in tier.get(("a", "state")).items():
+        assert tensor.is_pinned() and (tensor == float(i)).all() and tensor.shape == (1000, int(i))
 
 
 class Histories(RuleBasedStateMachine):
