@@ -350,14 +350,16 @@ class PrefixCache:
             for name, tensor in zip(layer.tensor_names, layer.tensors(), strict=True)
         }
 
-    def _assembled(self, chain: list[Segment], latents: list[Tensors], state: Tensors) -> HybridCache:
-        """The cache behind the last segment of the chain; latents are copied, states shared (nobody writes to them)."""
+    def _assembled(self, chain: list[Segment], latents: list[Tensors], state: Tensors, room: int) -> HybridCache:
+        """The cache behind the last segment of the chain; latents are copied, into buffers that have room for so many
+        tokens; states are shared (nobody writes to them)."""
         cache, device = HybridCache(self.model.config), self.model.device
+        cache.reserve(room)
         blocks = [held[name].to(device) for held in latents for name in sorted(held) if name.startswith("block.")]
         of_layers = zip(*(block.unbind() for block in blocks), strict=True)
         for i, layer in enumerate(cache.layers):
             if isinstance(layer, LatentCacheLayer):
-                layer.load([torch.cat(next(of_layers))[None]], chain[-1].end)
+                layer.append(torch.cat(next(of_layers))[None])
             else:
                 tensors = [state[f"layers.{i}.{name}"].to(device) for name in layer.tensor_names]
                 layer.load(tensors, chain[-1].end)
@@ -393,7 +395,9 @@ class PrefixCache:
                     return segment.end
                 if missing is None:
                     cache = (
-                        self._assembled(chain, tensors[:-1], tensors[-1]) if chain else HybridCache(self.model.config)
+                        self._assembled(chain, tensors[:-1], tensors[-1], len(tokens))
+                        if chain
+                        else HybridCache(self.model.config)
                     )
                     segment, kept = None, segment
                     return cache, kept, shared

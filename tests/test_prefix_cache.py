@@ -9,7 +9,9 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from hypothesis.stateful import (
 
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig, cli
+from kimi_k3.cache_layers_kimi_k3 import LatentCacheLayer
 from kimi_k3.serving import tiers
 from kimi_k3.serving.prefix_cache import PrefixCache
 
@@ -584,6 +587,61 @@ def test_a_copy_that_fails_costs_the_copy(disk, monkeypatch, caplog):
     check(cache, tokens(30, 1))
     cache.close()
     assert hit_of_another(disk, tokens(30, 1)) == 29 and hit_of_another(disk, tokens(30)) == 0
+
+
+def test_copies_of_a_gpu_are_waited_for_together(monkeypatch):
+    """In its order of calls, on a device that only notes them: a stream that waits for the event behind the tensors,
+    then all copies, then one wait; and before any of it the event behind what the GPU was given last."""
+    events = []
+
+    class Event(str):
+        def synchronize(self):
+            events.append(f"wait for {self}")
+
+    class Stream:
+        def record_event(self):
+            events.append("record")
+            return Event(f"event {events.count('record')}")
+
+        def wait_event(self, event):
+            events.append(f"stream waits for {event}")
+
+        def synchronize(self):
+            events.append("wait for the stream")
+
+    class Tensor:
+        device = torch.device("cuda")
+
+        def to(self, device, non_blocking):
+            events.append(f"copy {device} {non_blocking}")
+            return torch.ones(3)
+
+        numel = element_size = untyped_storage = lambda self: self
+        nbytes = __mul__ = lambda *args: 1
+        __radd__ = __ne__ = lambda self, other: 0
+
+    module = SimpleNamespace(
+        Stream=lambda device: Stream(), stream=lambda stream: nullcontext(), current_stream=lambda device: Stream()
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    behind = tiers.Behind()
+    tier = tiers.MemoryTier("host", torch.device("cpu"), 1 << 30, behind)
+    entry = tier.put(("a", "state"), {"x": Tensor(), "y": Tensor()}, 1.0)
+    assert events == ["record"]
+    behind.start(torch.device("cuda"))
+    behind.close()
+    assert events[1:] == ["record", "wait for event 2", "stream waits for event 1", *2 * ["copy cpu True"],
+                          "wait for the stream"]  # fmt: skip
+    assert entry.ready is None and torch.equal(entry.tensors["y"], torch.ones(3))
+
+
+def test_a_hit_copies_latents_into_buffers_with_room(monkeypatch):
+    """The forward behind a hit does not copy them a second time to make room."""
+    cache, grown, grow = make(), [], LatentCacheLayer._grow
+    check(cache, tokens(60))
+    monkeypatch.setattr(LatentCacheLayer, "_grow", lambda *args: grown.append(args[2]) or grow(*args))
+    _, done = cache.forward(row(tokens(60) + tokens(30, 1)))
+    assert done.hit == 59 and grown == [59]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
