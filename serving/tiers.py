@@ -194,8 +194,8 @@ class MemoryTier(Tier):
     def put(self, part: PartId, tensors: Tensors, cost: float) -> Entry:
         held = {}
         for name, tensor in tensors.items():
-            if self.behind is None:  # to a GPU nothing need wait: what it is given next runs after the copy
-                tensor = tensor.to(self.device, non_blocking=self.device.type != "cpu")
+            if self.behind is None:  # CUDA has read pageable memory when the call returns: no need to wait for more
+                tensor = tensor.to(self.device, non_blocking=self.device.type == "cuda")
             if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
                 tensor = tensor.clone()  # a view would keep more alive than is counted
             held[name] = tensor

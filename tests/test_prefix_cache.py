@@ -498,7 +498,8 @@ def test_what_is_owed_is_paid(disk, writes, how):
     cache.close()
 
 
-def test_what_the_device_evicts_is_copied_before(disk, writes, monkeypatch):
+@pytest.mark.parametrize(("states", "shared"), [(4, {True, False}), (0, {False}), (1000, {True})])
+def test_what_the_device_evicts_or_refuses_is_copied_before(disk, writes, monkeypatch, states, shared):
     """The tiers below share the tensors of the device's tier while it has them, and no longer."""
     copies, on_host = set(), tiers.on_host
 
@@ -508,7 +509,13 @@ def test_what_the_device_evicts_is_copied_before(disk, writes, monkeypatch):
         return fresh
 
     monkeypatch.setattr(tiers, "on_host", copied)
-    cache, prompt = make(**{**disk, "device_bytes": 4 * STATE_BYTES}), tokens(60)
+    cache, prompt = make(**{**disk, "device_bytes": states * STATE_BYTES}), tokens(60)
+    state_of = cache._state
+
+    def views(*args):  # which the device's tier replaces
+        return {name: tensor.repeat(2, *[1] * (tensor.dim() - 1))[:1] for name, tensor in state_of(*args).items()}
+
+    monkeypatch.setattr(cache, "_state", views)
     kept = {}
 
     def look():
@@ -521,7 +528,7 @@ def test_what_the_device_evicts_is_copied_before(disk, writes, monkeypatch):
                     assert part not in device or tensor is device.entries[part].tensors[name]
 
     cache.generate(row(prompt), max_new_tokens=3, stopping_criteria=at_step(61, look))
-    assert len(kept) == 20 and set(kept.values()) == {True, False}
+    assert len(kept) == 20 and set(kept.values()) == shared
     assert cache.tiers[0].used <= cache.tiers[0].budget
     cache.close()
     assert hit_of_another(disk, [*prompt, 5]) == 59
@@ -590,48 +597,39 @@ def test_a_copy_that_fails_costs_the_copy(disk, monkeypatch, caplog):
 
 
 def test_copies_of_a_gpu_are_waited_for_together(monkeypatch):
-    """In its order of calls, on a device that only notes them: a stream that waits for the event behind the tensors,
-    then all copies, then one wait; and before any of it the event behind what the GPU was given last."""
-    events = []
+    """The calls, on a device that only notes them: behind what it was given last, on a stream that waits for the event
+    behind the tensors, all copies, then one wait."""
+    calls = []
 
     class Event(str):
         def synchronize(self):
-            events.append(f"wait for {self}")
+            calls.append(f"wait for {self}")
 
-    class Stream:
+    class Stream(nullcontext):
         def record_event(self):
-            events.append("record")
-            return Event(f"event {events.count('record')}")
+            calls.append("record")
+            return Event(f"event {len(calls)}")
 
         def wait_event(self, event):
-            events.append(f"stream waits for {event}")
+            calls.append(f"stream waits for {event}")
+
+        def __exit__(self, *error):
+            calls.append("copies are under way")
 
         def synchronize(self):
-            events.append("wait for the stream")
+            calls.append("wait for the stream")
 
-    class Tensor:
-        device = torch.device("cuda")
-
-        def to(self, device, non_blocking):
-            events.append(f"copy {device} {non_blocking}")
-            return torch.ones(3)
-
-        numel = element_size = untyped_storage = lambda self: self
-        nbytes = __mul__ = lambda *args: 1
-        __radd__ = __ne__ = lambda self, other: 0
-
-    module = SimpleNamespace(
-        Stream=lambda device: Stream(), stream=lambda stream: nullcontext(), current_stream=lambda device: Stream()
-    )
+    module = SimpleNamespace(Stream=Stream, current_stream=Stream, stream=lambda stream: stream)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(tiers, "_home", lambda tensors: torch.device("cuda"))
     behind = tiers.Behind()
     tier = tiers.MemoryTier("host", torch.device("cpu"), 1 << 30, behind)
-    entry = tier.put(("a", "state"), {"x": Tensor(), "y": Tensor()}, 1.0)
-    assert events == ["record"]
+    entry = tier.put(("a", "state"), {"x": torch.zeros(3), "y": torch.ones(3)}, 1.0)
+    assert calls == ["record"]
     behind.start(torch.device("cuda"))
     behind.close()
-    assert events[1:] == ["record", "wait for event 2", "stream waits for event 1", *2 * ["copy cpu True"],
-                          "wait for the stream"]  # fmt: skip
+    assert calls[1:] == ["record", "wait for event 2", "stream waits for event 1", "copies are under way",
+                         "wait for the stream"]  # fmt: skip
     assert entry.ready is None and torch.equal(entry.tensors["y"], torch.ones(3))
 
 
