@@ -333,18 +333,20 @@ class PrefixCache:
 
     def _latents(self, cache: HybridCache, segment: Segment) -> Tensors:
         """Latents of the segment, [MLA layers, tokens, R] a block; blocks end at multiples of the block size."""
+        device = self.model.device  # a search through the modules
         layers = [layer.latents[0] for layer in cache.layers if isinstance(layer, LatentCacheLayer)]
         found, block = {"tokens": torch.tensor(segment.tokens, dtype=torch.int64)}, self.index.block
         edges = [segment.start, *range((segment.start // block + 1) * block, segment.end, block), segment.end]
         if layers:
             for i, (start, end) in enumerate(itertools.pairwise(edges)):
-                found[f"block.{i:06d}"] = torch.stack([layer[start:end].to(self.model.device) for layer in layers])
+                found[f"block.{i:06d}"] = torch.stack([layer[start:end].to(device) for layer in layers])
         return found
 
     def _state(self, cache: HybridCache, segment: Segment) -> Tensors:
         """Recurrent states and convolution tails of all KDA layers."""
+        device = self.model.device
         return {
-            f"layers.{i}.{name}": tensor.to(self.model.device)
+            f"layers.{i}.{name}": tensor.to(device)
             for i, layer in enumerate(cache.layers)
             if not isinstance(layer, LatentCacheLayer)
             for name, tensor in zip(layer.tensor_names, layer.tensors(), strict=True)
