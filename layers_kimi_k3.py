@@ -19,6 +19,7 @@ from .kernels/kda_context import
 from .kernels/kda_step import
 from .kernels/kda_step_triton import
 from .kernels/mla_decode import
+from .kernels/mla_decode_gluon import
 from .kernels/mla_decode_triton import
 from .kernels/mla_prefill import
 from .kernels/mxfp4 import

@@ -62,9 +62,10 @@ def mla_decode(
         float32; the Triton kernels round the softmax's numerators to the latents' dtype before they weigh them.
     """
     if is_fused(query.transpose(1, 2), latents, query_rope.shape[-1]) and not dispatch.needs_grad(query_rope):
-        out = dispatch.run_kernels(_run, query, query_rope, latents, scale, mask, lengths)
-        if out is not None:
-            return out
+        for kernels in _kernels(query, query_rope, latents, scale, mask):
+            out = dispatch.run_kernels(kernels.run, query, query_rope, latents, scale, mask, lengths)
+            if out is not None:
+                return out
     return _composed(query, query_rope, latents, scale, mask, lengths)
 
 
@@ -90,7 +91,14 @@ def _composed(query, query_rope, latents, scale, mask, lengths):
     return (weights.flatten(1, 2) @ latents[..., :rank]).unflatten(1, (tokens, -1)).to(query.dtype)
 
 
-def _run(*arguments):
+def _kernels(query, query_rope, latents, scale, mask):
+    """The modules whose kernels take these, the fastest first."""
     from . import mla_decode_triton
 
-    return mla_decode_triton.run(*arguments)
+    try:
+        from . import mla_decode_gluon
+    except ImportError:  # an older Triton
+        return (mla_decode_triton,)
+    if mla_decode_gluon.fits(query, query_rope, latents, scale, mask):
+        return mla_decode_gluon, mla_decode_triton
+    return (mla_decode_triton,)

@@ -186,12 +186,19 @@ def run(query, query_rope, latents, scale, mask, lengths):
         "tf32x3" if tools.USE_PTX and query.dtype == torch.float32 else "ieee", tools.USE_PTX,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    return merged(part, log2_sum, query)
+
+
+def merged(part, log2_sum, query):
+    """[B, T, H, R] in the dtype of the query [B, T, H, R]: the splits' means [B, T H, splits, R], by their sums."""
+    batch, length, heads, rank = query.shape
+    splits = part.shape[2]
     # A head's rows together, as the matrix product that follows reads them.
-    out = torch.empty(heads, batch, length, rank, device=device, dtype=query.dtype).permute(1, 2, 0, 3)
+    out = torch.empty(heads, batch, length, rank, device=query.device, dtype=query.dtype).permute(1, 2, 0, 3)
     at_once = min(64, triton.next_power_of_2(splits))
-    columns = min(block_r, max(128, 8192 // at_once))  # few splits: fewer, larger programs
-    merge_kernel[(rows, triton.cdiv(rank, columns), batch)](
-        part, log2_sum, out, splits, rows, *out.stride()[:3],
+    columns = min(tools.block(rank), max(128, 8192 // at_once))  # few splits: fewer, larger programs
+    merge_kernel[(length * heads, triton.cdiv(rank, columns), batch)](
+        part, log2_sum, out, splits, length * heads, *out.stride()[:3],
         heads, rank, columns, at_once, tools.USE_PTX,
         num_warps=4,
     )  # fmt: skip

@@ -54,6 +54,15 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the GPU has the products of four warps, which came and went with NVIDIA's compute capability 9."""
+    if device.type in ("cpu", "meta") or not USE_PTX:
+        return False
+    capability = torch.get_device_module(device).get_device_capability(device)
+    return isinstance(capability, tuple) and capability[0] == 9
+
+
+@functools.cache
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that one program may have."""
     if device.type == "cpu":  # the interpreter

@@ -112,6 +112,10 @@ def results():
     for sizes in ((7, 3, 200), (5, 16, 1032)):
         yield (moved(*sizes),)
     yield (mla_decode.mla_decode(random(2, 3, 5, 64), random(2, 3, 5, 16), random(2, 77, 80), 0.1),)
+    # on Hopper two groups of warps, with a row that is not full
+    lengths = torch.arange(150, 1050, 100, device="cuda")
+    inputs = random(9, 1, 70, 512), random(9, 1, 70, 64), random(9, 1000, 576)
+    yield (mla_decode.mla_decode(*inputs, 0.05, None, lengths),)
     yield router.choose_experts(random(7, 24, dtype=torch.float32), random(24, dtype=torch.float32), 4, True, 2.5)
 
 

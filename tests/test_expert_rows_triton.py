@@ -19,7 +19,8 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 PRECISIONS = [
     pytest.param(torch.float32, 1e-6, id="float32"),
-    pytest.param(torch.bfloat16, 6e-3, id="bfloat16", marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU")),
+    # the activations and the rows are rounded to 2^-9 three times, and here are few of them
+    pytest.param(torch.bfloat16, 1e-2, id="bfloat16", marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU")),
 ]
 
 

@@ -244,3 +244,45 @@ def test_a_captured_launch_follows_the_length():
         length.fill_(value)
         graph.replay()
         assert rms_ratio(out, reference(*inputs, None, length)) < 5e-3
+
+
+@on_gpu
+@pytest.mark.parametrize("heads", [96, 64, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_two_groups_of_warps_on_hopper(heads, dtype, monkeypatch):
+    """Many keys: rows of every length, between and behind them latents that are no numbers; queries in any order."""
+    if not tools.is_hopper(DEVICE):
+        pytest.skip("needs compute capability 9")
+    gluon = pytest.importorskip("kimi_k3.kernels.mla_decode_gluon")
+    taken, real = [], gluon.run
+    monkeypatch.setattr(gluon, "run", lambda *arguments: taken.append(1) or real(*arguments))
+    counts = [0, 1, 31, 63, 64, 65, 127, 128, 129, 193, 1000, 1024]
+    query, query_rope, latents = make(len(counts), 1, heads, 1024, 512, 64, dtype)
+    query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = reference(query, query_rope, latents)
+    buffer = torch.full((len(counts), 1100, 600), float("nan"), device=DEVICE, dtype=dtype)
+    buffer[:, :1024, :576] = latents
+    apart = buffer[:, :1024, :576]
+    got = mla_decode.mla_decode(query, query_rope, apart, SCALE)
+    assert rms_ratio(got, expected) < 5e-3
+    assert torch.equal(got, mla_decode.mla_decode(query, query_rope, latents, SCALE))
+    lengths = torch.tensor(counts, device=DEVICE)
+    for row, count in enumerate(counts):
+        buffer[row, count:] = float("nan")
+    got = mla_decode.mla_decode(query, query_rope, apart, SCALE, None, lengths)
+    expected = reference(query, query_rope, apart, None, lengths)
+    assert (got[0] == 0).all() and len(taken) == 3
+    for row in range(1, len(counts)):
+        assert rms_ratio(got[row], expected[row]) < 5e-3
+    large = [query * 100, query_rope * 100, latents]  # scores of thousands: a weight of one, the others nothing
+    assert rms_ratio(mla_decode.mla_decode(*large, SCALE), reference(*large)) < 5e-2
+
+
+def test_few_keys_and_other_devices_take_the_portable_kernel():
+    gluon = pytest.importorskip("kimi_k3.kernels.mla_decode_gluon")
+    few = make(1, 1, 96, 64, 512, 64, torch.bfloat16)
+    assert not gluon.fits(*few, SCALE, None)
+    many = [few[0], few[1], few[2].expand(1, 64, 576).repeat(1, 200, 1)]
+    assert gluon.fits(*many, SCALE, None) == tools.is_hopper(DEVICE)
+    assert not gluon.fits(*many, SCALE, torch.ones(1, 12800, dtype=torch.bool, device=DEVICE))
+    assert not gluon.fits(*many, -SCALE, None)

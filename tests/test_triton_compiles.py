@@ -150,3 +150,29 @@ def test_every_kernel_compiles():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == 43 * len(targets)
+
+
+GLUON = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from kimi_k3.kernels import mla_decode_gluon as module
+
+kernel, layout = module.decode_kernel, repr(module.SHARED)
+for lengths in ("constexpr", "*i64"):
+    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("part", "log2_sum"), "*fp32")
+    signature |= {"query": "*bf16", "query_rope": "*bf16", "lengths": lengths, "scale": "fp32"}
+    signature |= {"latents": f"tensordesc<bf16[64, 256],{layout}>", "rope": f"tensordesc<bf16[64, 64],{layout}>"}
+    constants = {(kernel.arg_names.index("lengths"),): None} if lengths == "constexpr" else {}
+    compiled = triton.compile(GluonASTSource(kernel, signature, constants, {}), target=GPUTarget("cuda", 90, 32),
+                              options={"num_warps": 4})
+    assert compiled.metadata.shared <= 232448
+    print("compiled")
+"""
+
+
+def test_the_kernel_of_two_groups_compiles():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-P", "-c", GLUON], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["compiled"] * 2
