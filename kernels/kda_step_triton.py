@@ -17,7 +17,7 @@ LOG2E = tools.LOG2E
 # Columns of the state in hand: in `step_kernel` where many programs share the device, and in `state_kernel`.
 SLICE, COLUMNS = 32, 64
 # Heads of sequences from which on three kernels take a token, a multiprocessor.
-MANY = 12
+MANY = 10
 
 
 @triton.jit
@@ -242,7 +242,7 @@ def step_of_many(
     batch, heads, key_size, value_size = state.shape
     keys = torch.empty(batch, heads, 3, key_size, device=q.device, dtype=torch.float32)
     values = torch.empty(batch, heads, value_size, device=q.device, dtype=v.dtype)
-    together = next(n for n in (4, 2, 1) if heads % n == 0)
+    together = 2 - heads % 2
     columns = min(COLUMNS, value_size)
     keys_kernel[(batch * (heads // together),)](
         q, k, v, g, *tails, *conv_weights, A_log, dt_bias, keys, values, *new_tails,
