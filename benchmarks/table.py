@@ -23,7 +23,7 @@ TRAINING = """
 ## Training steps
 
 Forward, backward and AdamW on one row; tokens a second, and the most memory of a step, all included
-(`benchmarks/training.py`).
+(`benchmarks/training.py`; `steps_in_a_row` of a line in the results says after how many steps the host waited).
 
 | case | weights | ours, tokens/s | peer | peer, tokens/s | faster | memory, ours / peer | machine | date |
 |---|---|---|---|---|---|---|---|---|

@@ -223,7 +223,7 @@ def main():
         from layers import flops_per_ms
 
         options.flops = flops_per_ms()
-        shared = {**facts(), "matmul_tflop_per_s": round(options.flops / 1e9)}
+        shared = {**facts(), "matmul_tflop_per_s": round(options.flops / 1e9), "steps_in_a_row": IN_A_ROW}
     else:
         options.flops = None
         shared = {"gpu": None, "versions": f"torch {torch.__version__}", "date": datetime.date.today().isoformat()}

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 PartId = tuple[str, str]
 Tensors = dict[str, torch.Tensor]
 FORMAT = "kimi-k3 prefix 1"
+# Seconds in which whoever waits for a GPU's token has the interpreter for himself: making a file holds it for a while.
+GRACE = 0.02
 
 
 class Behind:
@@ -50,6 +52,7 @@ class Behind:
             event = _recorded(device) if self._waiting and device is not None else None
             if event is not None:
                 self._thread.submit(self._logged, event.synchronize)
+                self._thread.submit(time.sleep, GRACE)
             for work in self._waiting:
                 self._thread.submit(self._logged, *work)
             self._waiting.clear()
