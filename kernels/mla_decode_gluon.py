@@ -65,6 +65,18 @@ def clear(tile, kept, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def clear_tile(lefts, rights, ropes, barriers, WHICH: gl.constexpr, kept):
+    """One of the first two tiles, once it has arrived."""
+    mbarrier.wait(barriers.index(LEFT + WHICH), 0)
+    mbarrier.wait(barriers.index(RIGHT + WHICH), 0)
+    clear(lefts.index(WHICH), kept, 256)
+    clear(rights.index(WHICH), kept, 256)
+    clear(ropes.index(WHICH), kept, 64)
+    fence()
+    synchronize()
+
+
+@gluon.jit
 def scored(queries, halves, rope, barriers, WHICH: gl.constexpr, phase, row, start, last):
     """Products [64, 64] of the queries with the latents from `row` on; -inf for all but the keys `start` to `last`."""
     mbarrier.wait(barriers.index(LEFT + WHICH), phase)
@@ -115,13 +127,7 @@ def left_group(
     total = gl.zeros([64], gl.float32, ROW)
     final = gl.maximum(end - 64, 0)  # the last row from which a tile has 64
     if (end < 64) & (first < last):
-        mbarrier.wait(barriers.index(LEFT), 0)
-        mbarrier.wait(barriers.index(RIGHT), 0)
-        clear(lefts.index(0), end, 256)
-        clear(rights.index(0), end, 256)
-        clear(ropes.index(0), end, 64)
-        fence()
-        synchronize()
+        clear_tile(lefts, rights, ropes, barriers, 0, end)
     pairs = gl.cdiv(last - first, 128)
     for i in range(pairs):
         phase, start, more = i & 1, first + 128 * i, i + 1 < pairs
@@ -171,13 +177,7 @@ def right_group(
     total = gl.zeros([64], gl.float32, ROW)
     final = gl.maximum(end - 64, 0)
     if (end < 64) & (first < last):
-        mbarrier.wait(barriers.index(LEFT + 1), 0)
-        mbarrier.wait(barriers.index(RIGHT + 1), 0)
-        clear(lefts.index(1), end, 256)
-        clear(rights.index(1), end, 256)
-        clear(ropes.index(1), end, 64)
-        fence()
-        synchronize()
+        clear_tile(lefts, rights, ropes, barriers, 1, end)
     pairs = gl.cdiv(last - first, 128)
     for i in range(pairs):
         phase, start, more = i & 1, first + 128 * i, i + 1 < pairs
