@@ -8,6 +8,8 @@ so that all heads attend to the one latent of a token, whose first R columns are
 The keys of a decoding step are the whole context and its queries a few rows, so the latents' bytes are what it costs.
 """
 
+import functools
+
 import torch
 
 from . import dispatch
@@ -95,10 +97,17 @@ def _kernels(query, query_rope, latents, scale, mask):
     """The modules whose kernels take these, the fastest first."""
     from . import mla_decode_triton
 
+    gluon = _gluon()
+    if gluon is not None and gluon.fits(query, query_rope, latents, scale, mask):
+        return gluon, mla_decode_triton
+    return (mla_decode_triton,)
+
+
+@functools.cache
+def _gluon():
+    """The module for Hopper; None with a Triton that does not know what it says."""
     try:
         from . import mla_decode_gluon
-    except ImportError:  # an older Triton
-        return (mla_decode_triton,)
-    if mla_decode_gluon.fits(query, query_rope, latents, scale, mask):
-        return mla_decode_gluon, mla_decode_triton
-    return (mla_decode_triton,)
+    except ImportError:
+        return None
+    return mla_decode_gluon

@@ -10,6 +10,9 @@ import torch
 from . import mla_decode_triton as portable
 from . import triton_tools as tools
 
+triton = tools.triton
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):  # Gluon was there, with other names
+    raise ImportError(f"Gluon as it is used here came with Triton 3.6, this is {triton.__version__}")
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -18,7 +21,6 @@ try:
 except ImportError as error:
     raise ImportError("this Triton has no Gluon for Hopper") from error
 
-triton = tools.triton
 fence, mbarrier = hopper.fence_async_shared, hopper.mbarrier
 mma, mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 # As newer releases of Triton call them, and older ones: a barrier of a group's warps, and a bulk copy.

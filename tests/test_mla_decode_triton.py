@@ -1,5 +1,6 @@
 """The MLA decode kernels against eager attention over expanded keys and values, and the torch reference, in float64."""
 
+import sys
 import types
 
 import pytest
@@ -286,3 +287,16 @@ def test_few_keys_and_other_devices_take_the_portable_kernel():
     assert gluon.fits(*many, SCALE, None) == tools.is_hopper(DEVICE)
     assert not gluon.fits(*many, SCALE, torch.ones(1, 12800, dtype=torch.bool, device=DEVICE))
     assert not gluon.fits(*many, -SCALE, None)
+
+
+def test_an_older_triton_takes_the_portable_kernel(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    monkeypatch.delitem(sys.modules, "kimi_k3.kernels.mla_decode_gluon", raising=False)
+    monkeypatch.delattr("kimi_k3.kernels.mla_decode_gluon", raising=False)
+    mla_decode._gluon.cache_clear()
+    try:
+        inputs = make(1, 1, 3, 20, 16, 4)
+        assert mla_decode._kernels(*inputs, SCALE, None) == (kernels,) and mla_decode._gluon() is None
+        assert rms_ratio(mla_decode.mla_decode(*inputs, SCALE), reference(*inputs)) < 1e-5
+    finally:
+        mla_decode._gluon.cache_clear()
