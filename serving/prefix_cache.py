@@ -108,6 +108,7 @@ class PrefixCache:
         self._cost: ModelCost = text_cost(model.config.get_text_config(decoder=True), dtype_bytes=model.dtype.itemsize)
         self._weights = _weight_versions(model)
         self._lock = threading.RLock()
+        self._closed = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prefix-cache-reader")
         with self._lock:
             self._adopt_files()
@@ -122,6 +123,7 @@ class PrefixCache:
 
         Raises:
             ValueError: for more than one row, or weights that changed since the cache was made.
+            RuntimeError: for a cache that is closed.
         """
         with self._prefilled(input_ids, keep_logits) as done:
             return done
@@ -184,7 +186,11 @@ class PrefixCache:
                     self._forget(segment)
 
     def close(self) -> None:
-        """Finish writing and let go of the folder. With write-back, what is only in memory is written first."""
+        """Finish writing and let go of the folder; what still runs in other threads ends, and is not kept below the
+        device. With write-back, what is only in memory is written first."""
+        if self._closed:
+            return
+        self._closed = True
         self._reader.shutdown(wait=True)
         if self.disk and not self.write_through:
             with self._lock:
@@ -224,6 +230,8 @@ class PrefixCache:
     # --- running -------------------------------------------------------------------------------------------------
 
     def _tokens(self, input_ids: torch.Tensor) -> tuple[int, ...]:
+        if self._closed:
+            raise RuntimeError("the prefix cache is closed: make a new PrefixCache")
         if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
             raise ValueError(f"a prefix is one row of tokens [1, T], T at least 1, but got {tuple(input_ids.shape)}")
         if _weight_versions(self.model) != self._weights:

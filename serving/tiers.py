@@ -40,6 +40,7 @@ class Behind:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefix-cache-writer")
         self._lock = threading.Lock()
         self._waiting: list[tuple] = []
+        self._closed = False
 
     def add(self, work: Callable, *args) -> None:
         """Have `work(*args)` done after the next `start`."""
@@ -49,6 +50,8 @@ class Behind:
     def start(self, device: torch.device | None = None) -> None:
         """Do what waits; with a device, once it has done what this thread gave it before."""
         with self._lock:
+            if self._closed:
+                self._waiting.clear()
             event = _recorded(device) if self._waiting and device is not None else None
             if event is not None:
                 self._thread.submit(self._logged, event.synchronize)
@@ -67,11 +70,16 @@ class Behind:
     def flush(self) -> None:
         """Wait until everything added before is done."""
         self.start()
-        self._thread.submit(lambda: None).result()
+        with self._lock:
+            last = None if self._closed else self._thread.submit(lambda: None)
+        if last is not None:
+            last.result()
 
     def close(self) -> None:
-        """`flush`, and take no more."""
+        """`flush`; what is added from then on is not done."""
         self.start()
+        with self._lock:
+            self._closed = True
         self._thread.shutdown(wait=True)
 
 

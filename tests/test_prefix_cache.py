@@ -548,6 +548,24 @@ def test_a_generation_that_breaks_off_pays_too(disk, writes):
     cache.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"host_bytes": 1 << 30}, None], ids=["device", "host", "disk"])
+@pytest.mark.parametrize("write_through", [True, False])
+def test_a_closed_cache_says_so(disk, options, write_through):
+    """Before anything runs; what runs while another thread closes it ends. Closing and flushing again do nothing."""
+    cache = make(**(disk if options is None else options), write_through=write_through)
+    at_two = at_step(32, cache.close)
+    text = cache.generate(row(tokens(30)), max_new_tokens=5, stopping_criteria=at_two, do_sample=False)
+    assert torch.equal(text, MODEL.generate(row(tokens(30)), max_new_tokens=5, do_sample=False))
+    cache.flush()
+    cache.close()
+    for use in (cache.prefill, cache.forward, cache.generate, cache.prefetch):
+        with pytest.raises(RuntimeError, match="the prefix cache is closed"):
+            use(row(tokens(20, 1)))
+    assert not cache._behind._waiting and not cache.index.root.pins
+    if options is None:
+        assert hit_of_another(disk, tokens(30)) == 29
+
+
 def test_two_threads_pay_once(disk, writes):
     """A short forward ends while another thread generates: it pays for both, and nothing is written twice."""
     cache, prompt = make(**disk), tokens(30)
