@@ -103,7 +103,7 @@ def _kernels(query, query_rope, latents, scale, mask):
     return (mla_decode_triton,)
 
 
-@functools.cache
+@functools.cache  # an import that fails is made anew every time
 def _gluon():
     """The module for Hopper; None with a Triton that does not know what it says."""
     try:

@@ -11,7 +11,7 @@ from . import mla_decode_triton as portable
 from . import triton_tools as tools
 
 triton = tools.triton
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):  # Gluon was there, with other names
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):  # Gluon was there, with other names and arguments
     raise ImportError(f"Gluon as it is used here came with Triton 3.6, this is {triton.__version__}")
 try:
     from triton.experimental import gluon
@@ -198,6 +198,7 @@ def right_group(
         kept_1 = gl.exp2(top_0 - base)
         total = total * (kept_0 * kept_1) + gl.sum(weight, 1)
         rounded = weight.to(weights.dtype)
+        synchronize()  # every warp has read the rope part that the weights lie over
         ropes.index(1).store(rounded)
         numbers.index(1).store(top)
         fence()
@@ -295,6 +296,7 @@ def fits(query, query_rope, latents, scale, mask) -> bool:
         and batch * keys >= MANY_KEYS
         and latents.data_ptr() % 16 == 0
         and rows_apart % 8 == 0
+        and rows_apart >= latents.shape[2]  # a bulk copy takes no rows that lie over each other
         and (batch == 1 or latents.stride(0) % rows_apart == 0)
     )
 

@@ -254,7 +254,7 @@ def test_two_groups_of_warps_on_hopper(heads, dtype, monkeypatch):
     """Many keys: rows of every length, between and behind them latents that are no numbers; queries in any order."""
     if not tools.is_hopper(DEVICE):
         pytest.skip("needs compute capability 9")
-    gluon = pytest.importorskip("kimi_k3.kernels.mla_decode_gluon")
+    gluon = mla_decode._gluon() or pytest.skip("needs Gluon for Hopper")
     taken, real = [], gluon.run
     monkeypatch.setattr(gluon, "run", lambda *arguments: taken.append(1) or real(*arguments))
     counts = [0, 1, 31, 63, 64, 65, 127, 128, 129, 193, 1000, 1024]
@@ -280,7 +280,7 @@ def test_two_groups_of_warps_on_hopper(heads, dtype, monkeypatch):
 
 
 def test_few_keys_and_other_devices_take_the_portable_kernel():
-    gluon = pytest.importorskip("kimi_k3.kernels.mla_decode_gluon")
+    gluon = mla_decode._gluon() or pytest.skip("needs Gluon for Hopper")
     few = make(1, 1, 96, 64, 512, 64, torch.bfloat16)
     assert not gluon.fits(*few, SCALE, None)
     many = [few[0], few[1], few[2].expand(1, 64, 576).repeat(1, 200, 1)]
@@ -289,14 +289,33 @@ def test_few_keys_and_other_devices_take_the_portable_kernel():
     assert not gluon.fits(*many, -SCALE, None)
 
 
-def test_an_older_triton_takes_the_portable_kernel(monkeypatch):
-    monkeypatch.setattr(triton, "__version__", "3.5.1")
-    monkeypatch.delitem(sys.modules, "kimi_k3.kernels.mla_decode_gluon", raising=False)
+@pytest.mark.parametrize(("strides", "fits"), [
+    ((0, 576, 1), True), ((12800 * 640, 640, 1), True), ((12800 * 576, 576, 1), True),
+    ((12800 * 576 + 8, 576, 1), False), ((576, 0, 1), False), ((0, 0, 1), False),
+    ((12800 * 568, 568, 1), False), ((12800 * 580, 580, 1), False), ((8, 16, 2), False),
+], ids=str)  # fmt: skip
+def test_latents_that_a_bulk_copy_takes(strides, fits, monkeypatch):
+    """Rows of one matrix, 16 bytes or a multiple apart, that do not overlap; sequences may share them."""
+    gluon = mla_decode._gluon() or pytest.skip("needs Gluon for Hopper")
+    monkeypatch.setattr(tools, "is_hopper", lambda device: True)
+    query, query_rope, _ = make(2, 1, 96, 1, 512, 64, torch.bfloat16)
+    latents = torch.empty(2 * 12800 * 640, dtype=torch.bfloat16).as_strided((2, 12800, 576), strides)
+    assert gluon.fits(query, query_rope, latents, SCALE, None) == fits
+
+
+@pytest.mark.parametrize("release", ["without Gluon", "3.5.1"])
+def test_an_older_triton_has_the_portable_kernel_alone(release, monkeypatch):
+    """Found out once: a step of every layer must not import in vain, nor a compilation fail."""
+    missing = "kimi_k3.kernels.mla_decode_gluon"
+    monkeypatch.delitem(sys.modules, missing, raising=False)
     monkeypatch.delattr("kimi_k3.kernels.mla_decode_gluon", raising=False)
+    if release == "without Gluon":
+        monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    else:
+        monkeypatch.setattr(triton, "__version__", release)
     mla_decode._gluon.cache_clear()
-    try:
-        inputs = make(1, 1, 3, 20, 16, 4)
-        assert mla_decode._kernels(*inputs, SCALE, None) == (kernels,) and mla_decode._gluon() is None
-        assert rms_ratio(mla_decode.mla_decode(*inputs, SCALE), reference(*inputs)) < 1e-5
-    finally:
-        mla_decode._gluon.cache_clear()
+    few = make(1, 1, 4, 8, 512, 64, torch.bfloat16)
+    for _ in range(3):
+        assert mla_decode._kernels(*few, SCALE, None) == (kernels,)
+    assert missing not in sys.modules and mla_decode._gluon.cache_info().misses == 1
+    mla_decode._gluon.cache_clear()

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from kimi_k3.kernels import mla_decode
+
 pytest.importorskip("triton")
 
 pytestmark = pytest.mark.one_release
@@ -48,7 +50,7 @@ COMMON = dict(
     cu_seqlens=None, block_offsets=None, block_seq=None, sequence_of=None, HAS_TAIL=True, PTX=backend == "cuda",
     BOUNDED=True, NARROW=True, FOR_BACKWARD=False, inverse_out=None, lower_out=None, HAS_H0=True, HAS_DHT=True, EVERY=0,
     SEGMENTS=1, STEPS=4, STAGES=1 if backend == "hip" else 3, checkpoints=None, checkpoint_offsets=None,
-    ONE_TOKEN=True, IN_PLACE=True, BH=4, N=9, D=7168, BD=8192, NORM=True, KEEP=True, HAS_MIXED=True, HAS_OUT=True,
+    ONE_TOKEN=True, IN_PLACE=True, BH=2, N=9, D=7168, BD=8192, NORM=True, KEEP=True, HAS_MIXED=True, HAS_OUT=True,
 )
 EXPERTS = dict(D=3584, M=3072, X=3584, WIDTH=3072, TOP_K=16, SITU=True, CAPPED=True, P=64, BM=16)
 RANKS = dict.fromkeys("counts ranks".split(), "*i32") | dict(pairs="i32")
@@ -172,6 +174,8 @@ for lengths in ("constexpr", "*i64"):
 
 
 def test_the_kernel_of_two_groups_compiles():
+    if mla_decode._gluon() is None:
+        pytest.skip("needs Gluon for Hopper")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-P", "-c", GLUON], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
