@@ -26,7 +26,7 @@ from ..cache_layers_kimi_k3 import LatentCacheLayer
 from ..modeling_kimi_k3 import CACHE_ARGUMENT
 from .cost import ModelCost, text_cost
 from .prefix_index import PrefixIndex, Segment, chained, token_bytes
-from .tiers import Behind, DiskTier, MemoryTier, PartId, Tensors, Tier
+from .tiers import Behind, DiskTier, MemoryTier, PartId, Tensors, Tier, recorded
 
 LATENTS, STATE = "latents", "state"
 
@@ -402,6 +402,9 @@ class PrefixCache:
                         tensors = [self._promote(*at, *found) for at, found in zip(wanted, read, strict=True)]
                 if missing is None and only_fetch:
                     self._behind.start()
+                    copied = recorded(self.model.device)
+                    if copied is not None:  # whoever goes on from here may use another stream than this thread's
+                        copied.synchronize()
                     return segment.end
                 if missing is None:
                     cache = (

@@ -52,7 +52,7 @@ class Behind:
         with self._lock:
             if self._closed:
                 self._waiting.clear()
-            event = _recorded(device) if self._waiting and device is not None else None
+            event = recorded(device) if self._waiting and device is not None else None
             if event is not None:
                 self._thread.submit(self._logged, event.synchronize)
                 self._thread.submit(time.sleep, GRACE)
@@ -83,7 +83,7 @@ class Behind:
         self._thread.shutdown(wait=True)
 
 
-def _recorded(device: torch.device):
+def recorded(device: torch.device):
     """An event behind what this thread gave the device so far; None where a call returns when its work is done."""
     module = torch.get_device_module(device)
     if device.type == "cpu" or not hasattr(module, "Stream"):
@@ -213,7 +213,7 @@ class MemoryTier(Tier):
         entry = self._enter(part, self.size_of(held), cost, held)
         self.written_bytes += entry.bytes
         if self.behind is not None:
-            entry.ready = _recorded(_home(held))
+            entry.ready = recorded(_home(held))
             self.behind.add(self.own, entry)
         return entry
 
@@ -344,7 +344,7 @@ class DiskTier(Tier):
     def put(self, part: PartId, tensors: Tensors, cost: float, metadata: dict[str, str]) -> Entry:
         with self._lock:
             entry = self._enter(part, self.size_of(tensors), cost, tensors)
-            entry.ready = _recorded(_home(tensors))
+            entry.ready = recorded(_home(tensors))
         self.behind.add(self._write, part, entry, metadata)
         return entry
 

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig, cli
 from kimi_k3.cache_layers_kimi_k3 import LatentCacheLayer
-from kimi_k3.serving import tiers
+from kimi_k3.serving import prefix_cache, tiers
 from kimi_k3.serving.prefix_cache import PrefixCache
 
 BLOCK, EVERY = 4, 12
@@ -649,6 +649,16 @@ def test_copies_of_a_gpu_are_waited_for_together(monkeypatch):
     assert calls[1:] == ["record", "wait for event 2", "stream waits for event 1", "copies are under way",
                          "wait for the stream"]  # fmt: skip
     assert entry.ready is None and torch.equal(entry.tensors["y"], torch.ones(3))
+
+
+def test_what_was_prefetched_is_there(disk, monkeypatch):
+    """Copies to a GPU are not waited for where they are made: the future is done when they are."""
+    cache, waited = make(**disk), []
+    check(cache, tokens(30))
+    event = SimpleNamespace(synchronize=lambda: waited.append(1))
+    monkeypatch.setattr(prefix_cache, "recorded", lambda device: event)
+    assert cache.prefetch(row(tokens(30))).result() == 29 and waited == [1]
+    cache.close()
 
 
 def test_a_hit_copies_latents_into_buffers_with_room(monkeypatch):
