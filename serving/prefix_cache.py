@@ -26,7 +26,7 @@ from ..cache_layers_kimi_k3 import LatentCacheLayer
 from ..modeling_kimi_k3 import CACHE_ARGUMENT
 from .cost import ModelCost, text_cost
 from .prefix_index import PrefixIndex, Segment, chained, token_bytes
-from .tiers import Behind, DiskTier, MemoryTier, PartId, Tensors, Tier, recorded
+from .tiers import Behind, DiskTier, Entry, MemoryTier, PartId, Tensors, Tier, recorded
 
 LATENTS, STATE = "latents", "state"
 
@@ -69,7 +69,7 @@ class PrefixCache:
 
     With write-through the lower tiers take a new part at once, but as the device's tensors. A thread replaces these by
     copies and writes the files once the forward or generation that made the part is over, or `flush` or `close` asks.
-    What the device's tier refuses, or evicts before that, is copied to host memory there and then.
+    What the device's tier refuses, or evicts before that, is copied to host memory there and then, and files are begun.
 
     Raises:
         ValueError: for budgets or sizes that cannot work.
@@ -472,8 +472,14 @@ class PrefixCache:
         else:
             entry = tier.put(part, tensors, cost)
         if level > 0 and part not in self.tiers[0]:
-            tier.own(entry)
+            self._own(tier, entry)
         return True
+
+    def _own(self, tier: Tier, entry: Entry) -> None:
+        """Copy what the device's tier has not or no longer. Files are begun as well: where there is little room, a long
+        prompt's parts would else all wait in host memory for the end of its generation."""
+        tier.own(entry)
+        self._behind.start()
 
     def _make_room(self, level: int, size: int) -> bool:
         """Evict what is worth least until `size` bytes fit; False if they cannot."""
@@ -493,7 +499,7 @@ class PrefixCache:
             entry = tier.evict(part)
             for lower in below if level == 0 else ():
                 if part in lower:
-                    lower.own(lower.entries[part])
+                    self._own(lower, lower.entries[part])
             if tensors is not None:
                 for lower in range(level + 1, len(self.tiers)):
                     if self._put(lower, segment, part[1], tensors, entry.cost):

@@ -499,7 +499,7 @@ def test_what_is_owed_is_paid(disk, writes, how):
 
 
 @pytest.mark.parametrize(("states", "shared"), [(4, {True, False}), (0, {False}), (1000, {True})])
-def test_what_the_device_evicts_or_refuses_is_copied_before(disk, writes, monkeypatch, states, shared):
+def test_what_the_device_evicts_or_refuses_is_copied_before(disk, monkeypatch, states, shared):
     """The tiers below share the tensors of the device's tier while it has them, and no longer."""
     copies, on_host = set(), tiers.on_host
 
@@ -527,11 +527,29 @@ def test_what_the_device_evicts_or_refuses_is_copied_before(disk, writes, monkey
                     assert (id(tensor) in copies) != (part in device)
                     assert part not in device or tensor is device.entries[part].tensors[name]
 
-    cache.generate(row(prompt), max_new_tokens=3, stopping_criteria=at_step(61, look))
+    with monkeypatch.context() as later:
+        later.setattr(cache._behind, "start", lambda device=None: None)  # a file that is written needs no tensors
+        cache.generate(row(prompt), max_new_tokens=3, stopping_criteria=at_step(61, look))
     assert len(kept) == 20 and set(kept.values()) == shared
     assert cache.tiers[0].used <= cache.tiers[0].budget
     cache.close()
     assert hit_of_another(disk, [*prompt, 5]) == 59
+
+
+@pytest.mark.parametrize("states", [0, 4, 1000])
+def test_little_room_begins_files_at_once(disk, states):
+    """Else all that the device could not hold would lie in host memory until a generation of minutes is over."""
+    cache, written = make(**{**disk, "device_bytes": states * STATE_BYTES}), []
+
+    def look():
+        for _ in range(500 if states < 1000 else 5):
+            if not cache.disk.written_bytes:
+                time.sleep(0.01)
+        written.append(cache.disk.written_bytes)
+
+    cache.generate(row(tokens(60)), max_new_tokens=3, stopping_criteria=at_step(61, look))
+    assert (written[0] > 0) == (states < 1000)
+    cache.close()
 
 
 def test_a_generation_that_breaks_off_pays_too(disk, writes):
