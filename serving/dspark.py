@@ -60,18 +60,25 @@ class DSparkConfig:
         return cls(**{**data, "target_layer_ids": tuple(data["target_layer_ids"])})
 
 
-def rotated(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rotary embedding (arXiv 2104.09864) of x [..., T, P] at `positions` [T]; channel i turns with i + P / 2."""
-    half = x.shape[-1] // 2
-    rates = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+def rotary(positions: torch.Tensor, size: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [T, size / 2] for `rotated`, of positions [T]."""
+    half = size // 2
+    rates = theta ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     angles = positions.to(torch.float32)[:, None] * rates
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x.float().split(half, dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotated(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotary embedding (arXiv 2104.09864) of x [..., T, P]; channel i turns with i + P / 2."""
+    (cos, sin), (first, second) = rotary, x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 class DSparkAttention(nn.Module):
-    """MLA with rotary positions, whose queries read the context and their own block, all of it."""
+    """MLA with rotary positions, whose queries read the context and their own block, all of it.
+
+    Queries are taken to the space of the latents, so that a round never expands the context to keys and values.
+    """
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
@@ -86,23 +93,22 @@ class DSparkAttention(nn.Module):
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, values, bias=False)
         self.o_proj = nn.Linear(heads * config.v_head_dim, hidden, bias=False)
 
-    def latents(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def latents(self, x: torch.Tensor, rotary) -> torch.Tensor:
         """[..., T, hidden] -> [..., T, kv_lora_rank + qk_rope_head_dim], rotated already."""
         latent, key = self.kv_a_proj_with_mqa(x).split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
-        return torch.cat([self.kv_a_layernorm(latent), rotated(key, positions, self.config.rope_theta)], dim=-1)
+        return torch.cat([self.kv_a_layernorm(latent), rotated(key, rotary)], dim=-1)
 
-    def forward(self, x, positions, latents, mask=None):
-        """x [B, T, hidden] at `positions` [T] reads latents [B, S, ...] where `mask` [T, S] allows it."""
-        c, (batch, length, _) = self.config, x.shape
-        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        query = query.view(batch, length, c.num_attention_heads, -1).transpose(1, 2)
+    def forward(self, x, rotary, latents, mask=None):
+        """x [B, T, hidden] with the `rotary` of its positions reads latents [B, S, ...] where `mask` [T, S] allows."""
+        c, heads = self.config, self.config.num_attention_heads
+        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (heads, -1)).transpose(1, 2)
         nope, rope = query.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        query = torch.cat([nope, rotated(rope, positions, c.rope_theta)], dim=-1)
-        latent, shared = latents.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        expanded = self.kv_b_proj(latent).view(batch, latents.shape[1], c.num_attention_heads, -1).transpose(1, 2)
-        key, value = expanded.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
-        key = torch.cat([key, shared[:, None].expand(-1, c.num_attention_heads, -1, -1)], dim=-1)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        to_key, to_value = self.kv_b_proj.weight.unflatten(0, (heads, -1)).split([c.qk_nope_head_dim, c.v_head_dim], 1)
+        query = torch.cat([nope @ to_key, rotated(rope, rotary)], dim=-1)
+        shared = latents[:, None].expand(-1, heads, -1, -1)
+        scale = (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5
+        read = F.scaled_dot_product_attention(query, shared, shared, attn_mask=mask, scale=scale)
+        out = read[..., : c.kv_lora_rank] @ to_value.mT
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -125,10 +131,10 @@ class DSparkLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DSparkMLP(config)
 
-    def forward(self, x, positions, context, mask=None):
+    def forward(self, x, rotary, context, mask=None):
         hidden = self.input_layernorm(x)
-        latents = torch.cat([context, self.self_attn.latents(hidden, positions)], dim=1)
-        x = x + self.self_attn(hidden, positions, latents, mask)
+        latents = torch.cat([context, self.self_attn.latents(hidden, rotary)], dim=1)
+        x = x + self.self_attn(hidden, rotary, latents, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -168,8 +174,11 @@ class DSparkDraft(nn.Module):
     def context(self, taps: torch.Tensor, start: int) -> list[torch.Tensor]:
         """Latents [B, T, R] of every draft layer for tapped states of tokens start, start + 1, ..."""
         x = self.context_norm(self.context_proj(taps))
-        positions = torch.arange(start, start + x.shape[1], device=x.device)
-        return [layer.self_attn.latents(x, positions) for layer in self.layers]
+        turn = self._rotary(torch.arange(start, start + x.shape[1], device=x.device))
+        return [layer.self_attn.latents(x, turn) for layer in self.layers]
+
+    def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotary(positions, self.config.qk_rope_head_dim, self.config.rope_theta)
 
     def block(self, newest: torch.Tensor, positions: torch.Tensor, context: list[torch.Tensor], mask=None):
         """Hidden states [B, blocks * block_size, hidden] of blocks that start with the tokens `newest` [B, blocks].
@@ -178,9 +187,9 @@ class DSparkDraft(nn.Module):
         """
         slots = newest[..., None].expand(-1, -1, self.config.block_size).clone()
         slots[..., 1:] = self.config.mask_token_id
-        x = self.embed_tokens(slots.flatten(1))
+        x, turn = self.embed_tokens(slots.flatten(1)), self._rotary(positions)
         for layer, latents in zip(self.layers, context, strict=True):
-            x = layer(x, positions, latents, mask)
+            x = layer(x, turn, latents, mask)
         return self.final_norm(x)
 
     def bias(self, before: torch.Tensor) -> torch.Tensor:

@@ -29,29 +29,33 @@ class Speculated:
 
 
 def probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[..., V] float32; at temperature 0 all of it lies on the most likely token."""
-    if temperature == 0:
-        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    return torch.softmax(logits.float() / temperature, dim=-1)
+    """[..., V] float32 on the CPU, where the generator draws."""
+    return torch.softmax(logits.float() / temperature, dim=-1).cpu()
 
 
-def accept(drafted: list[int], q: torch.Tensor, p: torch.Tensor, generator=None) -> tuple[int, int]:
+def accept(drafted: list[int], q: list[torch.Tensor], p: torch.Tensor, generator=None) -> tuple[int, int]:
     """(how many of the drafted tokens stay, the token after them).
 
     Args:
-        q: [n, V] distributions from which the tokens were drawn.
+        q: n distributions [V] from which the tokens were drawn.
         p: [n + 1, V] the target's behind each prefix of them.
     """
     for i, token in enumerate(drafted):
-        if torch.rand((), generator=generator) * q[i, token].cpu() < p[i, token].cpu():
+        if torch.rand((), generator=generator) * q[i][token] < p[i, token]:
             continue
         rest = (p[i] - q[i]).clamp_min(0)
         return i, _draw(rest / rest.sum(), generator)
     return len(drafted), _draw(p[len(drafted)], generator)
 
 
+def accept_greedy(drafted: list[int], best: list[int]) -> tuple[int, int]:
+    """The same where every distribution is one token: the target's choices behind each prefix are `best`, n + 1."""
+    kept = next((i for i, token in enumerate(drafted) if token != best[i]), len(drafted))
+    return kept, best[kept]
+
+
 def _draw(distribution: torch.Tensor, generator) -> int:
-    return int(torch.multinomial(distribution.cpu(), 1, generator=generator))
+    return int(torch.multinomial(distribution, 1, generator=generator))
 
 
 class _Drafting:
@@ -68,22 +72,31 @@ class _Drafting:
         self.latents = [torch.cat(pair, dim=1) for pair in zip(self.latents, new, strict=True)] if self.tokens else new
         self.tokens += taps.shape[1]
 
-    def propose(self, newest: int, most: int) -> tuple[list[int], torch.Tensor]:
-        """At most so many tokens behind `newest`, and the distributions [n, V] they were drawn from."""
+    def propose(self, newest: int, most: int) -> tuple[list[int], list[torch.Tensor]]:
+        """At most so many tokens behind `newest`, and the distributions [V] they were drawn from, none at
+        temperature 0."""
         draft, device = self.draft, self.latents[0].device
-        size = draft.config.block_size
-        positions = torch.arange(self.tokens, self.tokens + size, device=device)
-        hidden = draft.block(torch.tensor([[newest]], device=device), positions, self.latents)[0]
-        logits, drawn, distributions, sure, before = self.lm_head(hidden), [], [], 1.0, newest
-        for i in range(min(size, most)):
-            token = torch.tensor(before, device=device)
-            sure *= torch.sigmoid(draft.confidence(hidden[i], token)).item()
+        drawn, distributions, sure = [], [], 1.0
+        most = min(most, draft.config.block_size)
+        if most == 0:
+            return drawn, distributions
+        before = torch.tensor([[newest]], device=device)
+        positions = torch.arange(self.tokens, self.tokens + draft.config.block_size, device=device)
+        hidden = draft.block(before, positions, self.latents)[0, :most]
+        logits, before = self.lm_head(hidden), before[0, 0]
+        for i in range(most):
+            sure *= torch.sigmoid(draft.confidence(hidden[i], before)).item()
             if sure < LEAST_CONFIDENCE:
                 break
-            distributions.append(probabilities(logits[i] + draft.bias(token), self.temperature))
-            before = _draw(distributions[-1], self.generator)
-            drawn.append(before)
-        return drawn, torch.stack(distributions) if drawn else logits.new_empty(0, logits.shape[-1])
+            behind = logits[i] + draft.bias(before)
+            if self.temperature == 0:
+                before = behind.argmax()
+                drawn.append(before.item())
+            else:
+                distributions.append(probabilities(behind, self.temperature))
+                drawn.append(_draw(distributions[-1], self.generator))
+                before = torch.tensor(drawn[-1], device=device)
+        return drawn, distributions
 
 
 @torch.no_grad()
@@ -115,22 +128,25 @@ def speculative_generate(
         out = model(ids, logits_to_keep=keep, output_hidden_states=True, **{CACHE_ARGUMENT: cache})
         return out.logits[0], draft.taps(out.hidden_states)
 
+    def judge(drawn, q, logits):
+        if temperature == 0:
+            return accept_greedy(drawn, logits.argmax(-1).tolist())
+        return accept(drawn, q, probabilities(logits, temperature), generator)
+
     logits, taps = run(input_ids, 1)
     drafting.extend(taps)
-    newest = _draw(probabilities(logits[-1], temperature), generator)
+    _, newest = judge([], [], logits)
     result, found = Speculated(input_ids), [newest]
     cache.activate_past_recording()
     while len(found) < max_new_tokens and newest != eos_token_id:
         drawn, q = drafting.propose(newest, max_new_tokens - len(found) - 1)
         logits, taps = run(torch.tensor([[newest, *drawn]], device=input_ids.device), 0)
-        kept, newest = accept(drawn, q, probabilities(logits, temperature), generator)
+        kept, newest = judge(drawn, q, logits)
         cache.crop(kept - len(drawn))
         drafting.extend(taps[:, : kept + 1])
-        result.rounds, result.drafted, result.accepted = (
-            result.rounds + 1,
-            result.drafted + len(drawn),
-            result.accepted + kept,
-        )
+        result.rounds += 1
+        result.drafted += len(drawn)
+        result.accepted += kept
         new = [*drawn[:kept], newest]
         if eos_token_id in new:
             new = new[: new.index(eos_token_id) + 1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
-from kimi_k3.serving.dspark import DSparkConfig, DSparkDraft, rotated
+from kimi_k3.serving.dspark import DSparkConfig, DSparkDraft, rotary, rotated
 from kimi_k3.serving.speculative import accept, probabilities, speculative_generate
 
 pytestmark = pytest.mark.one_release
@@ -73,8 +73,7 @@ def test_a_perfect_draft_is_always_accepted(model, draft, monkeypatch):
 
     def oracle(self, newest, most):
         start = self.tokens + 1
-        drawn = known[start : start + min(4, most)]
-        return drawn, torch.nn.functional.one_hot(torch.tensor(drawn, dtype=torch.long), 32).float()
+        return known[start : start + min(4, most)], []
 
     monkeypatch.setattr("kimi_k3.serving.speculative._Drafting.propose", oracle)
     result = speculative_generate(model, draft, ids, 100)
@@ -115,7 +114,8 @@ def test_accept_draws_from_what_is_left():
 def test_rotary_positions_count_by_their_difference():
     x, y = torch.randn(1, 8), torch.randn(1, 8)
     at = [
-        (rotated(x, torch.tensor([m]), 1e4) * rotated(y, torch.tensor([n]), 1e4)).sum() for m, n in ((3, 1), (103, 101))
+        (rotated(x, rotary(torch.tensor([m]), 8, 1e4)) * rotated(y, rotary(torch.tensor([n]), 8, 1e4))).sum()
+        for m, n in ((3, 1), (103, 101))
     ]
     torch.testing.assert_close(at[0], at[1], atol=1e-4, rtol=0)
 
@@ -196,12 +196,12 @@ def test_the_training_objective_learns_the_target(model):
     torch.manual_seed(0)
     draft = DSparkDraft(dataclasses.replace(SIZES))
     windows = torch.tensor([tokens(40, seed) for seed in range(16)])
-    taps, logits = trainer.observe(model, draft, windows)
+    taps, outputs = (states.float() for states in trainer.observe(model, draft, windows))
     optimizer = torch.optim.AdamW(draft.parameters(), 5e-3)
     seen = []
     for _ in range(40):
         anchors = torch.randint(1, 34, (8,))
-        loss, accepted = trainer.block_loss(draft, model.lm_head, windows, taps.float(), logits, anchors)
+        loss, accepted = trainer.block_loss(draft, model.lm_head, windows, taps, outputs, anchors)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

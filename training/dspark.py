@@ -1,30 +1,38 @@
-"""Trains a DSpark-style draft for the small checkpoint (or another one) on plain text.
+"""Trains a DSpark-style draft for the small checkpoint (or another one) on what the target itself writes.
 
-    python training/dspark.py --model checkpoints/small --text FILE... --out checkpoints/small_draft
+    python training/dspark.py --model checkpoints/small --text .data/train.txt --out checkpoints/small_draft
 
-The target is frozen: its hidden states, and its distributions as soft labels, are computed once for all windows. A step
-takes blocks behind random places of every window; the loss is the cross-entropy of the target's distribution, and the
-confidence head learns the probability sum min(p, q) that a drafted token is accepted. State is saved every 200 steps
-beside the result (`training.pt`); the same command goes on from there.
+The target continues windows of the text, half of them greedily and half by sampling at temperature 1, because that is
+what a draft has to foresee. It is frozen: its hidden states are computed once for all windows, its distributions are
+soft labels. A step takes blocks behind random places of every window; the loss is the cross-entropy of the target's
+distribution, and the confidence head learns the probability sum min(p, q) that a drafted token is accepted. The same
+command goes on where it was killed (`windows.pt`, `training.pt` beside the result, which a finished run removes).
 """
 
 import argparse
+import hashlib
+import json
 import random
+import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.serving.dspark import DSparkConfig, DSparkDraft
+from kimi_k3.training.corpus import SEPARATOR
 
-WINDOW, ROWS, BLOCKS = 256, 16, 16
+WINDOW, PROMPT = 256, 64  # tokens of a window, and how many of them are text
+ROWS, BLOCKS = 16, 16  # windows of a step, and blocks in each of them
+CONTINUED = 256  # windows that the target continues at once
 
 
 def sizes(config) -> DSparkConfig:
-    """A draft of two layers for a model of that size; it taps four layers spread over the depth."""
+    """A draft for a model of that size; it taps four layers spread over the depth."""
     layers = config.num_hidden_layers
     return DSparkConfig(
         vocab_size=config.vocab_size,
@@ -44,19 +52,39 @@ def sizes(config) -> DSparkConfig:
     )
 
 
+def prompts(tokenizer, text: str, count: int, seed: int) -> torch.Tensor:
+    """[count or fewer, PROMPT]: beginnings of windows of the documents in the text, drawn without repetition."""
+    ids = [tokenizer(document, verbose=False).input_ids for document in text.split(SEPARATOR)]
+    starts = [row[at : at + PROMPT] for row in ids for at in range(0, len(row) - PROMPT + 1, WINDOW)]
+    if len(starts) < ROWS:
+        raise SystemExit(f"the text has {sum(map(len, ids)):,} tokens, a draft needs at least {ROWS * WINDOW:,}")
+    return torch.tensor(random.Random(seed).sample(starts, min(count, len(starts))))
+
+
+def continued(model, starts: torch.Tensor, length: int) -> torch.Tensor:
+    """[n, length]: prompts [n, T] and what the target writes behind them, greedily in the first half of the rows."""
+    parts, new = starts.tensor_split(2), length - starts.shape[1]
+    choices = {"do_sample": False}, {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    kept = {"max_new_tokens": new, "min_new_tokens": new}
+    rows = [
+        model.generate(x, attention_mask=torch.ones_like(x), **kept, **c) for x, c in zip(parts, choices, strict=True)
+    ]
+    return torch.cat(rows)
+
+
 @torch.no_grad()
 def observe(model, draft, windows):
-    """(taps [n, T, taps * hidden], logits [n, T, V]) of the target, in bfloat16."""
-    taps, logits = [], []
-    for rows in tqdm(windows.split(8), desc="target", unit="batch"):
-        out = model(rows, output_hidden_states=True)
-        taps.append(draft.taps(out.hidden_states).bfloat16())
-        logits.append(out.logits.bfloat16())
-    return torch.cat(taps), torch.cat(logits)
+    """(taps [n, T, taps * hidden], what the target's head reads [n, T, hidden]), in bfloat16."""
+    taps, outputs = [], []
+    for rows in tqdm(windows.split(8), desc="observe", unit="batch"):
+        states = model.model(rows, output_hidden_states=True, use_cache=False).hidden_states
+        taps.append(draft.taps(states).bfloat16())
+        outputs.append(states[-1].bfloat16())
+    return torch.cat(taps), torch.cat(outputs)
 
 
-def block_loss(draft, lm_head, ids, taps, target, anchors):
-    """Loss and mean acceptance of blocks behind `anchors` [n]; ids [B, T], taps [B, T, ...], target [B, T, V] logits.
+def block_loss(draft, lm_head, ids, taps, outputs, anchors):
+    """Loss and mean acceptance of blocks behind `anchors` [n]; ids [B, T], taps and outputs [B, T, ...] of `observe`.
 
     The block at anchor a reads the context before a and itself; slot i is compared with the target behind token a + i.
     """
@@ -68,32 +96,60 @@ def block_loss(draft, lm_head, ids, taps, target, anchors):
     hidden = draft.block(ids[:, anchors], positions, draft.context(taps, 0), mask)
     before = ids[:, positions]
     logits = lm_head(hidden) + draft.bias(before)
-    p, log_q = torch.softmax(target[:, positions].float(), dim=-1), F.log_softmax(logits.float(), dim=-1)
+    log_q = F.log_softmax(logits.float(), dim=-1)
     with torch.no_grad():
+        p = torch.softmax(lm_head(outputs[:, positions]).float(), dim=-1)
         accepted = torch.minimum(p, log_q.exp()).sum(-1)
     confidence = draft.confidence(hidden.detach(), before)
     loss = -(p * log_q).sum(-1).mean() + F.binary_cross_entropy_with_logits(confidence, accepted)
     return loss, accepted.mean().item()
 
 
+def resumed(file: Path, settings: dict) -> dict | None:
+    """What an earlier run with the same settings kept."""
+    if not file.exists():
+        return None
+    saved = torch.load(file)
+    if saved["settings"] != settings:
+        raise SystemExit(
+            f"{file} belongs to a run with other settings, {saved['settings']}: remove it or finish that run"
+        )
+    return saved
+
+
+def keep(file: Path, **saved) -> None:
+    """Write a file whole or not at all."""
+    torch.save(saved, file.with_suffix(".new"))
+    file.with_suffix(".new").replace(file)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("checkpoints/small"))
-    parser.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 files")
+    parser.add_argument(
+        "--text", type=Path, required=True, help="UTF-8 file, its documents apart as corpus.py has them"
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--windows", type=int, default=512, help=f"of {WINDOW} tokens")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--windows", type=int, default=4096, help=f"of {WINDOW} tokens")
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.manual_seed(0)
-    model = KimiK3ForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    ids = [i for file in options.text for i in tokenizer(file.read_text(encoding="utf-8"), verbose=False).input_ids]
-    rows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)]
-    if len(rows) < ROWS:
-        raise SystemExit(f"the text has {len(ids):,} tokens, a draft needs at least {ROWS * WINDOW:,}")
-    random.Random(0).shuffle(rows)
-    windows = torch.tensor(rows[: options.windows])
+    model = KimiK3ForCausalLM.from_pretrained(options.model, dtype=torch.float32, dequantize=True).eval()
+    text = options.text.read_text(encoding="utf-8")
+    chosen = {"windows": options.windows, "seed": options.seed, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    starts = prompts(AutoTokenizer.from_pretrained(options.model), text, options.windows, options.seed)
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "windows.pt"
+    windows = (resumed(file, chosen) or {"windows": []})["windows"]
+    batches = starts.split(CONTINUED)
+    for i in tqdm(range(len(windows), len(batches)), "continue", len(batches), initial=len(windows), unit="batch"):
+        torch.manual_seed(options.seed + i)
+        windows.append(continued(model, batches[i], WINDOW))
+        keep(file, settings=chosen, windows=windows)
+    windows = torch.cat(windows)
+    chosen |= {"steps": options.steps, "rate": options.rate}
+    torch.manual_seed(options.seed)
     draft = DSparkDraft(sizes(model.config))
     with torch.no_grad():
         draft.embed_tokens.weight.copy_(model.get_input_embeddings().weight)
@@ -101,20 +157,18 @@ def main():
     draft.embed_tokens.requires_grad_(False)
     lm_head = model.get_output_embeddings().requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], weight_decay=0.01)
-    state, start = options.out / "training.pt", 0
-    if state.exists():
-        saved = torch.load(state)
+    state, start, shares = options.out / "training.pt", 0, []
+    if saved := resumed(state, chosen):
         draft.load_state_dict(saved["draft"])
         optimizer.load_state_dict(saved["optimizer"])
-        start = saved["step"]
-    taps, target = observe(model, draft, windows)
-    options.out.mkdir(parents=True, exist_ok=True)
+        start, shares = saved["step"], saved["shares"]
+    taps, outputs = observe(model, draft, windows)
     bar = tqdm(range(start, options.steps), initial=start, total=options.steps, unit="step")
     for step in bar:
         draw = torch.Generator().manual_seed(step)
-        chosen = torch.randint(len(windows), (ROWS,), generator=draw)
+        rows = torch.randint(len(windows), (ROWS,), generator=draw)
         anchors = torch.randint(1, WINDOW - draft.config.block_size, (BLOCKS,), generator=draw)
-        loss, accepted = block_loss(draft, lm_head, windows[chosen], taps[chosen].float(), target[chosen], anchors)
+        loss, share = block_loss(draft, lm_head, windows[rows], taps[rows].float(), outputs[rows].float(), anchors)
         rate = options.rate * min(1.0, (step + 1) / 50) * max(1 - step / options.steps, 0.02)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -122,13 +176,24 @@ def main():
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimizer.step()
-        bar.set_postfix(loss=f"{loss.item():.3f}", accepted=f"{accepted:.3f}")
+        shares.append(share)
+        bar.set_postfix(loss=f"{loss.item():.3f}", accepted=f"{share:.3f}")
         if (step + 1) % 200 == 0:
-            done = {"draft": draft.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-            torch.save(done, state.with_suffix(".new"))
-            state.with_suffix(".new").replace(state)
+            weights = {"draft": draft.state_dict(), "optimizer": optimizer.state_dict()}
+            keep(state, settings=chosen, step=step + 1, shares=shares, **weights)
     draft.to(torch.bfloat16).save(options.out)
-    state.unlink(missing_ok=True)
+    last = shares[-100:]
+    report = {
+        "command": " ".join(["python training/dspark.py", *sys.argv[1:]]),
+        "settings": chosen,
+        "parameters": sum(p.numel() for p in draft.parameters()),
+        "accepted_in_the_last_steps": round(sum(last) / len(last), 4),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    (options.out / "training_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for kept in (file, state):
+        kept.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
