@@ -1,9 +1,11 @@
-"""Greedy decoding of the small checkpoint with a trained draft against plain greedy decoding, token for token equal.
+"""Decoding of the small checkpoint with its draft against decoding without one; greedy text is equal token for token.
 
-    python training/dspark.py --text FILE... --out DRAFT
-    python benchmarks/speculative.py --draft DRAFT [--dequantize] [--tokens 128]
+    python benchmarks/speculative.py [--dequantize] [--tokens 128] [--draft checkpoints/small_draft]
 
-Plain decoding is a loop over forwards with a cache, without what `generate` does around it.
+Three kinds of text: greedy continuations of passages that neither the checkpoint nor the draft was trained on (from
+documents that training/corpus.py holds out), samples of the same at temperature 1, and answers to questions about
+facts. The plain loop is one of forwards with a cache, without what `generate` does around it. Reading the prompt is
+part of both times.
 """
 
 import argparse
@@ -19,78 +21,128 @@ import transformers
 from transformers import AutoTokenizer
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM
+from kimi_k3.demo import QUESTION
 from kimi_k3.serving.dspark import DSparkDraft
 from kimi_k3.serving.speculative import speculative_generate
+from kimi_k3.training.small_episodes import HELD_OUT_NAMES
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = [
-    "The Congress of the United States has",
-    "Our relations with foreign powers continue to be",
-    "The report of the Secretary of the Treasury will show",
-    "It is with great satisfaction that I",
-    "She had been a friend and companion such as few possessed",
-    "The old house stood near the",
+    "On the ocean the pride of our naval arms had been amply supported. A second frigate has indeed "
+    "fallen into the hands of the enemy, but the loss is hidden in the blaze of heroism with which she "
+    "was defended. Captain Porter, who",
+    "Privileges like these would render the possession of such securities to the amount limited most "
+    "desirable to every person of small means who might be able to save enough for the purpose. The great"
+    " advantage of citizens being",
+    "There is another matter of which I must make special mention, if I am to discharge my conscience, "
+    "lest it should escape your attention. It may seem a very small thing. It affects only a single item "
+    "of appropriation. But many",
+    "The rest of the gentlemen being now in the room, Emma found herself obliged to turn from him for a "
+    "few minutes, and listen to Mr. Cole. When Mr. Cole had moved away, and her attention could be "
+    "restored as before, she saw Frank",
+    "He had expected a very different son-in-law; and beginning to feel grave on Maria's account, tried "
+    "to understand her feelings. Little observation there was necessary to tell him that indifference was"
+    " the most favourable state",
+    '"No," replied Jane, "I have not forgotten him; but I have nothing satisfactory to tell you. Mr. '
+    "Bingley does not know the whole of his history, and is quite ignorant of the circumstances which "
+    "have principally offended Mr. Darcy;",
+    "With memories like these in him, and, moreover, given to a certain superstitiousness, as has been "
+    "said; the courage of this Starbuck which could, nevertheless, still flourish, must indeed have been "
+    "extreme. But it was not in",
+    "The life-buoy--a long slender cask--was dropped from the stern, where it always hung obedient to a "
+    "cunning spring; but no hand rose to seize it, and the sun having long beat upon this cask it had "
+    "shrunken, so that it slowly",
 ]
+
+ANSWER = 7  # tokens: the space, five digits, the full stop
+
+
+def questions() -> list[str]:
+    """Eight prompts: as many facts about people whom no training named, and a question about one of them."""
+    numbers = {name: 10007 + 11113 * i for i, name in enumerate(HELD_OUT_NAMES[:8])}
+    facts = " ".join(f"The secret number of {name} is {number}." for name, number in numbers.items())
+    return [facts + QUESTION.format(name=name) for name in numbers]
 
 
 @torch.no_grad()
-def plain(model, ids, count):
+def plain(model, ids, count, temperature, generator):
     cache = HybridCache(model.config)
     new = ids
     for _ in range(count):
-        new = model(new, logits_to_keep=1, **{CACHE_ARGUMENT: cache}).logits[:, -1].argmax(-1, keepdim=True)
+        logits = model(new, logits_to_keep=1, **{CACHE_ARGUMENT: cache}).logits[:, -1]
+        if temperature == 0:
+            new = logits.argmax(-1, keepdim=True)
+        else:
+            new = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
         ids = torch.cat([ids, new], dim=1)
     return ids
 
 
+def measure(model, draft, prompts, count, temperature, repeats):
+    """The least times of all prompts together, in ms a token, and how the draft did."""
+    total = {"ours_ms": 0.0, "peer_ms": 0.0}
+    rounds = drafted = accepted = 0
+    for ids in prompts:
+        best = dict.fromkeys(total, float("inf"))
+        for repeat in range(repeats):
+            drawn = [torch.Generator().manual_seed(repeat) for _ in range(2)]
+            started = time.perf_counter()
+            expected = plain(model, ids, count, temperature, drawn[0])
+            middle = time.perf_counter()
+            result = speculative_generate(model, draft, ids, count, temperature, generator=drawn[1])
+            ended = time.perf_counter()
+            assert temperature > 0 or torch.equal(result.ids, expected), ids
+            best["peer_ms"] = min(best["peer_ms"], middle - started)
+            best["ours_ms"] = min(best["ours_ms"], ended - middle)
+            rounds, drafted, accepted = rounds + result.rounds, drafted + result.drafted, accepted + result.accepted
+        for name in total:
+            total[name] += best[name]
+    return {name: round(1e3 * seconds / count / len(prompts), 2) for name, seconds in total.items()} | {
+        "tokens_a_round": round(accepted / rounds + 1, 3),
+        "accepted_share": round(accepted / max(drafted, 1), 3),
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draft", type=Path, required=True, help="folder that training/dspark.py wrote")
+    parser.add_argument("--draft", type=Path, default=ROOT / "checkpoints" / "small_draft")
     parser.add_argument("--dequantize", action="store_true", help="unpack the MXFP4 experts when loading")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=128, help="of a continuation")
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     folder = ROOT / "checkpoints" / "small"
     model = KimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32, dequantize=options.dequantize).eval()
     draft = DSparkDraft.load(options.draft, model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    total = {"plain": 0.0, "speculative": 0.0}
-    rounds = drafted = accepted = 0
-    for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        best = {name: float("inf") for name in total}
-        for _ in range(options.repeats):
-            started = time.perf_counter()
-            expected = plain(model, ids, options.tokens)
-            middle = time.perf_counter()
-            result = speculative_generate(model, draft, ids, options.tokens)
-            ended = time.perf_counter()
-            assert torch.equal(result.ids, expected), prompt
-            best["plain"] = min(best["plain"], middle - started)
-            best["speculative"] = min(best["speculative"], ended - middle)
-        for name in total:
-            total[name] += best[name]
-        rounds, drafted, accepted = rounds + result.rounds, drafted + result.drafted, accepted + result.accepted
-    count = len(PROMPTS) * options.tokens
-    line = {
-        "case": f"greedy decoding with a draft, a token, {'float' if options.dequantize else 'packed'} experts, CPU",
-        "ours_ms": round(1e3 * total["speculative"] / count, 2),
-        "peer": "plain greedy",
-        "peer_ms": round(1e3 * total["plain"] / count, 2),
-        "roofline_ms": None,
-        "gpu": None,
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"python {platform.python_version()}",
-        "command": " ".join(["python benchmarks/speculative.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "cpu_threads": torch.get_num_threads(),
-        "tokens_a_round": round(accepted / rounds + 1, 3),
-        "accepted_share": round(accepted / drafted, 3),
-    }
-    with (ROOT / "benchmarks" / "results" / "speculative.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    print(f"{line['ours_ms']} ms a token, plain {line['peer_ms']} ms, {line['peer_ms'] / line['ours_ms']:.2f}x")
-    print(f"{line['tokens_a_round']} tokens a round, {100 * line['accepted_share']:.0f}% of {drafted} drafted accepted")
+    experts = "float" if options.dequantize else "packed"
+    for name, prompts, count, temperature in (
+        (f"greedy decoding of {options.tokens} tokens", PROMPTS, options.tokens, 0.0),
+        (f"sampling of {options.tokens} tokens at temperature 1", PROMPTS, options.tokens, 1.0),
+        (f"answers of {ANSWER} tokens", questions(), ANSWER, 0.0),
+    ):
+        ids = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in prompts]
+        measured = measure(model, draft, ids, count, temperature, options.repeats)
+        line = {
+            "case": f"{name} with a draft, a token, {experts} experts, CPU",
+            "ours_ms": measured.pop("ours_ms"),
+            "peer": "without a draft",
+            "peer_ms": measured.pop("peer_ms"),
+            "roofline_ms": None,
+            "gpu": None,
+            "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
+            f"python {platform.python_version()}",
+            "command": " ".join(["python benchmarks/speculative.py", *sys.argv[1:]]),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "cpu_threads": torch.get_num_threads(),
+            **measured,
+        }
+        with (ROOT / "benchmarks" / "results" / "speculative.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(
+            f"{line['case']}: {line['ours_ms']} ms, without {line['peer_ms']}, "
+            f"{line['peer_ms'] / line['ours_ms']:.2f}x; {line['tokens_a_round']} tokens a round, "
+            f"{100 * line['accepted_share']:.0f} % of what was drafted accepted"
+        )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
 """Speculative decoding with a DSpark-style draft: greedy text and the distribution of samples are the target's own."""
 
-import dataclasses
-import importlib.util
+import importlib
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import kimi_k3
 from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.serving.dspark import DSparkConfig, DSparkDraft, rotary, rotated
 from kimi_k3.serving.speculative import accept, probabilities, speculative_generate
 
 pytestmark = pytest.mark.one_release
+
+SMALL = Path(kimi_k3.__file__).parent / "checkpoints" / "small"
 
 SIZES = DSparkConfig(
     vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, q_lora_rank=16,
@@ -187,14 +190,15 @@ def test_bad_input_is_refused(model, draft):
             speculative_generate(model, draft, ids, count, temperature)
 
 
-def test_the_training_objective_learns_the_target(model):
+@pytest.fixture(scope="module")
+def trainer():
+    return importlib.import_module("kimi_k3.training.dspark")
+
+
+def test_the_training_objective_learns_the_target(model, trainer):
     """A few steps of the trainer on random windows: its loss falls and its acceptance rises."""
-    path = Path(__file__).parent.parent / "training" / "dspark.py"
-    spec = importlib.util.spec_from_file_location("train_dspark", path)
-    trainer = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(trainer)
     torch.manual_seed(0)
-    draft = DSparkDraft(dataclasses.replace(SIZES))
+    draft = DSparkDraft(SIZES)
     windows = torch.tensor([tokens(40, seed) for seed in range(16)])
     taps, outputs = (states.float() for states in trainer.observe(model, draft, windows))
     optimizer = torch.optim.AdamW(draft.parameters(), 5e-3)
@@ -207,3 +211,49 @@ def test_the_training_objective_learns_the_target(model):
         optimizer.step()
         seen.append((loss.item(), accepted))
     assert seen[-1][0] < 0.95 * seen[0][0] and seen[-1][1] > seen[0][1] + 0.03
+
+
+def test_training_windows_are_what_the_target_writes(model, trainer):
+    """The first half of the rows greedily, the second by sampling from its whole distribution."""
+    starts = torch.tensor([tokens(6, seed) for seed in range(8)])
+    torch.manual_seed(0)
+    windows = trainer.continued(model, starts, 30)
+    assert windows.shape == (8, 30) and torch.equal(windows[:, :6], starts)
+    greedy = model.generate(starts, max_new_tokens=24, do_sample=False)
+    assert torch.equal(windows[:4], greedy[:4])
+    assert all(not torch.equal(row, other) for row, other in zip(windows[4:], greedy[4:], strict=True))
+
+
+def test_a_killed_training_goes_on_as_if_it_had_not_been(trainer, tmp_path, monkeypatch):
+    sizes = {"WINDOW": 24, "PROMPT": 8, "ROWS": 2, "BLOCKS": 2, "CONTINUED": 2, "SAVED_EVERY": 1}
+    for name, value in sizes.items():
+        monkeypatch.setattr(trainer, name, value)
+    text = (SMALL / "sample.txt").read_text(encoding="utf-8")[:2000]
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+
+    def run(out, *more):
+        command = ["--model", str(SMALL), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / out)]
+        trainer.main([*command, "--windows", "4", "--steps", "3", *more])
+
+    run("whole")
+    loss, calls = trainer.block_loss, []
+
+    def killed(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return loss(*arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(trainer, "block_loss", killed)
+        run("broken")
+    with pytest.raises(SystemExit, match="other settings"):
+        run("broken", "--seed", "1")
+    run("broken")
+    whole, broken = (load_file(tmp_path / out / "model.safetensors") for out in ("whole", "broken"))
+    assert all(torch.equal(tensor, broken[name]) for name, tensor in whole.items())
+    files = {file.name for file in (tmp_path / "broken").iterdir()}
+    assert files == {"config.json", "model.safetensors", "training_report.json"}
+    (tmp_path / "text.txt").write_text("Too short.", encoding="utf-8")
+    with pytest.raises(SystemExit, match="needs at least"):
+        run("none")

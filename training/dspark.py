@@ -25,20 +25,23 @@ from transformers import AutoTokenizer
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.serving.dspark import DSparkConfig, DSparkDraft
 from kimi_k3.training.corpus import SEPARATOR
+from kimi_k3.training.muon import PerHeadMuon
 
 WINDOW, PROMPT = 256, 64  # tokens of a window, and how many of them are text
 ROWS, BLOCKS = 16, 16  # windows of a step, and blocks in each of them
 CONTINUED = 256  # windows that the target continues at once
+SAVED_EVERY = 200  # steps
+ADAMW = 4.0  # its rate, in that of Muon: the tables of the Markov head start from nothing and see each token rarely
 
 
 def sizes(config) -> DSparkConfig:
-    """A draft for a model of that size; it taps four layers spread over the depth."""
+    """A draft of one layer for a model of that size; it taps four layers spread over the depth."""
     layers = config.num_hidden_layers
     return DSparkConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=2 * config.hidden_size,
-        num_hidden_layers=2,
+        intermediate_size=4 * config.hidden_size,
+        num_hidden_layers=1,
         num_attention_heads=config.num_attention_heads,
         q_lora_rank=config.q_lora_rank or config.hidden_size // 2,
         kv_lora_rank=config.kv_lora_rank,
@@ -48,7 +51,7 @@ def sizes(config) -> DSparkConfig:
         target_layer_ids=tuple(sorted({layers // 4, layers // 2, 3 * layers // 4, layers - 1})),
         mask_token_id=config.pad_token_id or 0,
         markov_rank=64,
-        block_size=6,
+        block_size=5,
     )
 
 
@@ -105,6 +108,15 @@ def block_loss(draft, lm_head, ids, taps, outputs, anchors):
     return loss, accepted.mean().item()
 
 
+def groups(draft) -> list[dict]:
+    """For `PerHeadMuon`: whole matrices of the layers by Muon, the heads, embeddings and norms by AdamW."""
+    matrices = [p for part in (draft.context_proj, *draft.layers) for p in part.parameters() if p.ndim == 2]
+    taken = set(map(id, matrices))
+    others = [p for p in draft.parameters() if p.requires_grad and id(p) not in taken]
+    kinds = {"muon": matrices, "adamw": others}
+    return [{"params": p, "algorithm": kind, "blocks": None, "weight_decay": 0.01} for kind, p in kinds.items()]
+
+
 def resumed(file: Path, settings: dict) -> dict | None:
     """What an earlier run with the same settings kept."""
     if not file.exists():
@@ -123,7 +135,7 @@ def keep(file: Path, **saved) -> None:
     file.with_suffix(".new").replace(file)
 
 
-def main():
+def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("checkpoints/small"))
     parser.add_argument(
@@ -131,10 +143,10 @@ def main():
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=4096, help=f"of {WINDOW} tokens")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--rate", type=float, default=1e-2, help="of Muon, at most")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     model = KimiK3ForCausalLM.from_pretrained(options.model, dtype=torch.float32, dequantize=True).eval()
     text = options.text.read_text(encoding="utf-8")
     chosen = {"windows": options.windows, "seed": options.seed, "sha256": hashlib.sha256(text.encode()).hexdigest()}
@@ -156,7 +168,7 @@ def main():
         draft.markov_head.markov_w2.weight.zero_()
     draft.embed_tokens.requires_grad_(False)
     lm_head = model.get_output_embeddings().requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], weight_decay=0.01)
+    optimizer = PerHeadMuon(groups(draft))
     state, start, shares = options.out / "training.pt", 0, []
     if saved := resumed(state, chosen):
         draft.load_state_dict(saved["draft"])
@@ -165,20 +177,20 @@ def main():
     taps, outputs = observe(model, draft, windows)
     bar = tqdm(range(start, options.steps), initial=start, total=options.steps, unit="step")
     for step in bar:
-        draw = torch.Generator().manual_seed(step)
+        draw = torch.Generator().manual_seed(options.seed + step)
         rows = torch.randint(len(windows), (ROWS,), generator=draw)
         anchors = torch.randint(1, WINDOW - draft.config.block_size, (BLOCKS,), generator=draw)
         loss, share = block_loss(draft, lm_head, windows[rows], taps[rows].float(), outputs[rows].float(), anchors)
         rate = options.rate * min(1.0, (step + 1) / 50) * max(1 - step / options.steps, 0.02)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate if group["algorithm"] == "muon" else ADAMW * rate
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimizer.step()
         shares.append(share)
         bar.set_postfix(loss=f"{loss.item():.3f}", accepted=f"{share:.3f}")
-        if (step + 1) % 200 == 0:
+        if (step + 1) % SAVED_EVERY == 0:
             weights = {"draft": draft.state_dict(), "optimizer": optimizer.state_dict()}
             keep(state, settings=chosen, step=step + 1, shares=shares, **weights)
     draft.to(torch.bfloat16).save(options.out)
