@@ -1,6 +1,7 @@
-"""Decoding of the small checkpoint with its draft against decoding without one; greedy text is equal token for token.
+"""Decoding of the small checkpoint with a draft against decoding without one; greedy text is equal token for token.
 
-    python benchmarks/speculative.py [--dequantize] [--tokens 128] [--draft checkpoints/small_draft]
+    python training/dspark.py --text .data/train.txt --out draft
+    python benchmarks/speculative.py --draft draft [--dequantize] [--tokens 128]
 
 Three kinds of text: greedy continuations of passages that neither the checkpoint nor the draft was trained on (from
 documents that training/corpus.py holds out), samples of the same at temperature 1, and answers to questions about
@@ -105,7 +106,7 @@ def measure(model, draft, prompts, count, temperature, repeats):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draft", type=Path, default=ROOT / "checkpoints" / "small_draft")
+    parser.add_argument("--draft", type=Path, required=True, help="folder that training/dspark.py wrote")
     parser.add_argument("--dequantize", action="store_true", help="unpack the MXFP4 experts when loading")
     parser.add_argument("--tokens", type=int, default=128, help="of a continuation")
     parser.add_argument("--repeats", type=int, default=3)

@@ -15,7 +15,7 @@ from ..modeling_kimi_k3 import CACHE_ARGUMENT
 from .dspark import DSparkDraft
 
 # A block ends before a token that is reached with less than this probability: verifying it costs more than it brings.
-LEAST_CONFIDENCE = 0.2
+LEAST_CONFIDENCE = 0.3
 
 
 @dataclass

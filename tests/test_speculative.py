@@ -222,9 +222,10 @@ def test_training_windows_are_what_the_target_writes(model, trainer):
     greedy = model.generate(starts, max_new_tokens=24, do_sample=False)
     assert torch.equal(windows[:4], greedy[:4])
     assert all(not torch.equal(row, other) for row, other in zip(windows[4:], greedy[4:], strict=True))
+    assert torch.equal(trainer.continued(model, starts[:1], 30), greedy[:1])
 
 
-def test_a_killed_training_goes_on_as_if_it_had_not_been(trainer, tmp_path, monkeypatch):
+def test_a_killed_training_goes_on_as_if_it_had_not_been(trainer, tmp_path, monkeypatch, capsys):
     sizes = {"WINDOW": 24, "PROMPT": 8, "ROWS": 2, "BLOCKS": 2, "CONTINUED": 2, "SAVED_EVERY": 1}
     for name, value in sizes.items():
         monkeypatch.setattr(trainer, name, value)
@@ -257,3 +258,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(trainer, tmp_path, monk
     (tmp_path / "text.txt").write_text("Too short.", encoding="utf-8")
     with pytest.raises(SystemExit, match="needs at least"):
         run("none")
+    (tmp_path / "text.txt").unlink()
+    with pytest.raises(SystemExit):
+        run("none")
+    assert "is no file" in capsys.readouterr().err

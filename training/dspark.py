@@ -1,6 +1,6 @@
 """Trains a DSpark-style draft for the small checkpoint (or another one) on what the target itself writes.
 
-    python training/dspark.py --model checkpoints/small --text .data/train.txt --out checkpoints/small_draft
+    python training/dspark.py --model checkpoints/small --text .data/train.txt --out draft
 
 The target continues windows of the text, half of them greedily and half by sampling at temperature 1, because that is
 what a draft has to foresee. It is frozen: its hidden states are computed once for all windows, its distributions are
@@ -66,13 +66,11 @@ def prompts(tokenizer, text: str, count: int, seed: int) -> torch.Tensor:
 
 def continued(model, starts: torch.Tensor, length: int) -> torch.Tensor:
     """[n, length]: prompts [n, T] and what the target writes behind them, greedily in the first half of the rows."""
-    parts, new = starts.tensor_split(2), length - starts.shape[1]
+    new = length - starts.shape[1]
+    asked = {"max_new_tokens": new, "min_new_tokens": new}
     choices = {"do_sample": False}, {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    kept = {"max_new_tokens": new, "min_new_tokens": new}
-    rows = [
-        model.generate(x, attention_mask=torch.ones_like(x), **kept, **c) for x, c in zip(parts, choices, strict=True)
-    ]
-    return torch.cat(rows)
+    parts = [(part, choice) for part, choice in zip(starts.tensor_split(2), choices, strict=True) if len(part)]
+    return torch.cat([model.generate(x, attention_mask=torch.ones_like(x), **asked, **choice) for x, choice in parts])
 
 
 @torch.no_grad()
@@ -147,9 +145,14 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--rate", type=float, default=1e-2, help="of Muon, at most")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
+    if options.windows < 1 or options.steps < 1:
+        parser.error("--windows and --steps are at least 1")
+    if not options.text.is_file():
+        parser.error(f"{options.text} is no file; training/corpus.py writes the text of the small checkpoint")
     model = KimiK3ForCausalLM.from_pretrained(options.model, dtype=torch.float32, dequantize=True).eval()
     text = options.text.read_text(encoding="utf-8")
-    chosen = {"windows": options.windows, "seed": options.seed, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    chosen = {"model": str(options.model), "text_sha256": digest, "windows": options.windows, "seed": options.seed}
     starts = prompts(AutoTokenizer.from_pretrained(options.model), text, options.windows, options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "windows.pt"
