@@ -95,9 +95,9 @@ def _composed(query, query_rope, latents, scale, mask, lengths):
 
 def _kernels(query, query_rope, latents, scale, mask):
     """The modules whose kernels take these, the fastest first."""
-    from . import mla_decode_triton
+    from . import mla_decode_triton, triton_tools
 
-    gluon = _gluon()
+    gluon = _gluon() if triton_tools.is_hopper(query.device) else None
     if gluon is not None and gluon.fits(query, query_rope, latents, scale, mask):
         return gluon, mla_decode_triton
     return (mla_decode_triton,)
@@ -105,9 +105,10 @@ def _kernels(query, query_rope, latents, scale, mask):
 
 @functools.cache  # an import that fails is made anew every time
 def _gluon():
-    """The module for Hopper; None with a Triton that does not know what it says."""
+    """The module for Hopper; None, which is logged, with a Triton that does not know what it says."""
     try:
         from . import mla_decode_gluon
-    except ImportError:
+    except (ImportError, AttributeError, TypeError) as error:  # Gluon is experimental: releases rename things
+        dispatch.logger.warning("kimi_k3 decodes MLA by its portable kernel on this GPU, a slower one: %s", error)
         return None
     return mla_decode_gluon

@@ -284,7 +284,8 @@ def test_few_keys_and_other_devices_take_the_portable_kernel():
     few = make(1, 1, 96, 64, 512, 64, torch.bfloat16)
     assert not gluon.fits(*few, SCALE, None)
     many = [few[0], few[1], few[2].expand(1, 64, 576).repeat(1, 200, 1)]
-    assert gluon.fits(*many, SCALE, None) == tools.is_hopper(DEVICE)
+    assert gluon.fits(*many, SCALE, None)
+    assert (gluon in mla_decode._kernels(*many, SCALE, None)) == tools.is_hopper(DEVICE)
     assert not gluon.fits(*many, SCALE, torch.ones(1, 12800, dtype=torch.bool, device=DEVICE))
     assert not gluon.fits(*many, -SCALE, None)
 
@@ -294,23 +295,26 @@ def test_few_keys_and_other_devices_take_the_portable_kernel():
     ((12800 * 576 + 8, 576, 1), False), ((576, 0, 1), False), ((0, 0, 1), False),
     ((12800 * 568, 568, 1), False), ((12800 * 580, 580, 1), False), ((8, 16, 2), False),
 ], ids=str)  # fmt: skip
-def test_latents_that_a_bulk_copy_takes(strides, fits, monkeypatch):
+def test_latents_that_a_bulk_copy_takes(strides, fits):
     """Rows of one matrix, 16 bytes or a multiple apart, that do not overlap; sequences may share them."""
     gluon = mla_decode._gluon() or pytest.skip("needs Gluon for Hopper")
-    monkeypatch.setattr(tools, "is_hopper", lambda device: True)
     query, query_rope, _ = make(2, 1, 96, 1, 512, 64, torch.bfloat16)
     latents = torch.empty(2 * 12800 * 640, dtype=torch.bfloat16).as_strided((2, 12800, 576), strides)
     assert gluon.fits(query, query_rope, latents, SCALE, None) == fits
 
 
-@pytest.mark.parametrize("release", ["without Gluon", "3.5.1"])
-def test_an_older_triton_has_the_portable_kernel_alone(release, monkeypatch):
-    """Found out once: a step of every layer must not import in vain, nor a compilation fail."""
+@pytest.mark.parametrize("release", ["without Gluon", "3.5.1", "with other names"])
+def test_another_triton_has_the_portable_kernel_alone(release, monkeypatch, caplog):
+    """Found out once, and said: a step of every layer must not import in vain, nor a compilation fail."""
+    monkeypatch.setattr(tools, "is_hopper", lambda device: True)
     missing = "kimi_k3.kernels.mla_decode_gluon"
     monkeypatch.delitem(sys.modules, missing, raising=False)
     monkeypatch.delattr("kimi_k3.kernels.mla_decode_gluon", raising=False)
     if release == "without Gluon":
         monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    elif release == "with other names":
+        hopper = pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+        monkeypatch.delattr(hopper, "warpgroup_mma")
     else:
         monkeypatch.setattr(triton, "__version__", release)
     mla_decode._gluon.cache_clear()
@@ -318,4 +322,5 @@ def test_an_older_triton_has_the_portable_kernel_alone(release, monkeypatch):
     for _ in range(3):
         assert mla_decode._kernels(*few, SCALE, None) == (kernels,)
     assert missing not in sys.modules and mla_decode._gluon.cache_info().misses == 1
+    assert caplog.text.count("portable kernel") == 1
     mla_decode._gluon.cache_clear()
