@@ -67,15 +67,21 @@ def clear(tile, kept, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def clear_tile(lefts, rights, ropes, barriers, WHICH: gl.constexpr, kept):
-    """One of the first two tiles, once it has arrived."""
-    mbarrier.wait(barriers.index(LEFT + WHICH), 0)
-    mbarrier.wait(barriers.index(RIGHT + WHICH), 0)
-    clear(lefts.index(WHICH), kept, 256)
-    clear(rights.index(WHICH), kept, 256)
-    clear(ropes.index(WHICH), kept, 64)
-    fence()
-    synchronize()
+def begin(lefts, rights, ropes, barriers, WHICH: gl.constexpr, first, last, end):
+    """A group's sums, maximum and total before the first pair of tiles, the number of pairs, and the last row from
+    which a tile has 64. Where the sequence has fewer, the group's tile is cleared behind them, once it has arrived."""
+    if (end < 64) & (first < last):
+        mbarrier.wait(barriers.index(LEFT + WHICH), 0)
+        mbarrier.wait(barriers.index(RIGHT + WHICH), 0)
+        clear(lefts.index(WHICH), end, 256)
+        clear(rights.index(WHICH), end, 256)
+        clear(ropes.index(WHICH), end, 64)
+        fence()
+        synchronize()
+    sums = gl.zeros([64, 256], gl.float32, SUMS)
+    top = gl.full([64], -float("inf"), gl.float32, ROW)
+    total = gl.zeros([64], gl.float32, ROW)
+    return sums, top, total, gl.cdiv(last - first, 128), gl.maximum(end - 64, 0)
 
 
 @gluon.jit
@@ -124,13 +130,7 @@ def left_group(
     row_0, first, last, end, scale, rows,
 ):  # fmt: skip
     """Scores the even tiles and sums the left columns of all."""
-    sums = gl.zeros([64, 256], gl.float32, SUMS)
-    top = gl.full([64], -float("inf"), gl.float32, ROW)
-    total = gl.zeros([64], gl.float32, ROW)
-    final = gl.maximum(end - 64, 0)  # the last row from which a tile has 64
-    if (end < 64) & (first < last):
-        clear_tile(lefts, rights, ropes, barriers, 0, end)
-    pairs = gl.cdiv(last - first, 128)
+    sums, top, total, pairs, final = begin(lefts, rights, ropes, barriers, 0, first, last, end)
     for i in range(pairs):
         phase, start, more = i & 1, first + 128 * i, i + 1 < pairs
         halves = lefts.index(0), rights.index(0)
@@ -174,13 +174,7 @@ def right_group(
     row_0, first, last, end, scale, rows,
 ):  # fmt: skip
     """Scores the odd tiles and sums the right columns of all. Its weights lie where the tile's rope part was."""
-    sums = gl.zeros([64, 256], gl.float32, SUMS)
-    top = gl.full([64], -float("inf"), gl.float32, ROW)
-    total = gl.zeros([64], gl.float32, ROW)
-    final = gl.maximum(end - 64, 0)
-    if (end < 64) & (first < last):
-        clear_tile(lefts, rights, ropes, barriers, 1, end)
-    pairs = gl.cdiv(last - first, 128)
+    sums, top, total, pairs, final = begin(lefts, rights, ropes, barriers, 1, first, last, end)
     for i in range(pairs):
         phase, start, more = i & 1, first + 128 * i, i + 1 < pairs
         row, halves = gl.minimum(start + 64, final), (lefts.index(1), rights.index(1))
@@ -241,7 +235,7 @@ def decode_kernel(
     first = (tiles * i_s // splits) * 64
     last = gl.minimum((tiles * (i_s + 1) // splits) * 64, end)
     dtype: gl.constexpr = query.dtype.element_ty
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    shared: gl.constexpr = latents.layout
     q_left = gl.allocate_shared_memory(dtype, [64, 256], shared)
     q_right = gl.allocate_shared_memory(dtype, [64, 256], shared)
     q_rope = gl.allocate_shared_memory(dtype, [64, 64], shared)
