@@ -87,6 +87,15 @@ def run_kernels(function, *arguments):
         return None
 
 
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA GPU; None for any other device."""
+    if device.type in ("cpu", "meta") or torch.version.hip is not None:
+        return None
+    capability_of = getattr(torch.get_device_module(device), "get_device_capability", None)
+    found = capability_of(device) if capability_of is not None else None
+    return found if isinstance(found, tuple) else None
+
+
 def recomputed(function, tensors, grad) -> list[torch.Tensor | None]:
     """Gradients of `function(*tensors)` by running it again in torch; None for a tensor that is None."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
@@ -118,9 +127,8 @@ def _device_refusal(device: torch.device) -> str | None:
         return "the package triton is not installed (pip install triton)"
     if not has_triton():
         return f"Triton has no backend for {device.type}"
-    capability_of = getattr(torch.get_device_module(device), "get_device_capability", None)
-    capability = capability_of(device) if capability_of is not None else None
-    if torch.version.hip is None and isinstance(capability, tuple) and capability < (8, 0):
+    found = capability(device)
+    if found is not None and found < (8, 0):
         return "the GPU is older than compute capability 8.0, which has no bfloat16 products"
     return None
 

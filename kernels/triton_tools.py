@@ -5,6 +5,8 @@ import os
 
 import torch
 
+from . import dispatch
+
 try:
     import triton
     import triton.language as tl
@@ -56,10 +58,8 @@ def multiprocessors(device: torch.device) -> int:
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Whether the GPU has the products of four warps, which came and went with NVIDIA's compute capability 9."""
-    if device.type in ("cpu", "meta") or not USE_PTX:
-        return False
-    capability = torch.get_device_module(device).get_device_capability(device)
-    return isinstance(capability, tuple) and capability[0] == 9
+    found = dispatch.capability(device) if USE_PTX else None
+    return found is not None and found[0] == 9
 
 
 @functools.cache
