@@ -9,9 +9,7 @@ depend on the machine: read the ratios. Lines are appended to benchmarks/results
 """
 
 import argparse
-import datetime
 import json
-import platform
 import resource
 import statistics
 import subprocess
@@ -21,7 +19,10 @@ import time
 from pathlib import Path
 
 import torch
-import transformers
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from host_facts import host_facts
 
 RESULTS = Path(__file__).parent / "results" / "kimi_linear_cpu.jsonl"
 PEER = "transformers kimi_linear"
@@ -113,19 +114,14 @@ def in_a_process_of_its_own(which, folder, length, decode_tokens):
     return json.loads(output.stdout.splitlines()[-1])
 
 
-def record(case, ours, peer, options, **extra):
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, python {platform.python_version()}"
+def record(case, ours, peer, **extra):
     line = {
         "case": case,
         "ours_ms": round(ours, 2),
         "peer": PEER,
         "peer_ms": round(peer, 2),
         "roofline_ms": None,
-        "gpu": None,
-        "versions": versions,
-        "command": "python benchmarks/kimi_linear_cpu.py " + " ".join(options),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "cpu_threads": torch.get_num_threads(),
+        **host_facts(),
         **extra,
     }
     with RESULTS.open("a") as file:
@@ -159,7 +155,7 @@ def main():
             agree = runs["ours"][0]["tokens"] == runs["native"][0]["tokens"]
             case = f"kimi_linear cpu prefill T={length}"
             memory = {"ours_extra_bytes": ours["extra_bytes"], "peer_extra_bytes": native["extra_bytes"]}
-            record(case, ours["prefill_ms"], native["prefill_ms"], sys.argv[1:], same_greedy_tokens=agree, **memory)
+            record(case, ours["prefill_ms"], native["prefill_ms"], same_greedy_tokens=agree, **memory)
             print(
                 f"{case:28}{ours['prefill_ms']:9.0f} ms{native['prefill_ms']:9.0f} ms"
                 f"{native['prefill_ms'] / ours['prefill_ms']:8.1f}x"
@@ -167,7 +163,7 @@ def main():
                 f"{ours['extra_bytes'] / native['extra_bytes']:11.2f}"
             )
             case = f"kimi_linear cpu decode T={length}"
-            record(case, ours["decode_ms"], native["decode_ms"], sys.argv[1:], same_greedy_tokens=agree)
+            record(case, ours["decode_ms"], native["decode_ms"], same_greedy_tokens=agree)
             print(
                 f"{case:28}{ours['decode_ms']:9.1f} ms{native['decode_ms']:9.1f} ms"
                 f"{native['decode_ms'] / ours['decode_ms']:8.1f}x   same greedy tokens: {agree}"

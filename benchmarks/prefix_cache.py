@@ -9,16 +9,17 @@ with random bfloat16 weights (`generate.py`) in place of the small checkpoint.
 """
 
 import argparse
-import datetime
 import json
-import platform
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-import transformers
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from host_facts import host_facts
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.serving.cost import text_cost
@@ -59,7 +60,6 @@ def main():
     options = parser.parse_args()
     device = options.device
     if options.slice:  # here, because these scripts need Triton
-        sys.path.insert(0, str(Path(__file__).parent))
         from generate import K3
         from parallel import random_model
 
@@ -109,12 +109,7 @@ def main():
                 "peer": "no prefix cache",
                 "peer_ms": round(best["cold"] * 1e3, 2),
                 "roofline_ms": None,
-                "gpu": gpu,
-                "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
-                f"python {platform.python_version()}",
-                "command": " ".join(["python benchmarks/prefix_cache.py", *sys.argv[1:]]),
-                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                "cpu_threads": torch.get_num_threads(),
+                **host_facts(gpu),
                 "counted_flops": flops,
             }
             file.write(json.dumps(line) + "\n")

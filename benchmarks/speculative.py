@@ -10,16 +10,17 @@ part of both times.
 """
 
 import argparse
-import datetime
 import json
-import platform
 import sys
 import time
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from host_facts import host_facts
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM
 from kimi_k3.demo import QUESTION
@@ -129,12 +130,7 @@ def main():
             "peer": "without a draft",
             "peer_ms": measured.pop("peer_ms"),
             "roofline_ms": None,
-            "gpu": None,
-            "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
-            f"python {platform.python_version()}",
-            "command": " ".join(["python benchmarks/speculative.py", *sys.argv[1:]]),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "cpu_threads": torch.get_num_threads(),
+            **host_facts(),
             **measured,
         }
         with (ROOT / "benchmarks" / "results" / "speculative.jsonl").open("a") as file:
