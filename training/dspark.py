@@ -26,6 +26,7 @@ from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.serving.dspark import DSparkConfig, DSparkDraft
 from kimi_k3.training.corpus import SEPARATOR
 from kimi_k3.training.muon import PerHeadMuon
+from kimi_k3.training.state_file import save_state
 
 WINDOW, PROMPT = 256, 64  # tokens of a window, and how many of them are text
 ROWS, BLOCKS = 16, 16  # windows of a step, and blocks in each of them
@@ -127,12 +128,6 @@ def resumed(file: Path, settings: dict) -> dict | None:
     return saved
 
 
-def keep(file: Path, **saved) -> None:
-    """Write a file whole or not at all."""
-    torch.save(saved, file.with_suffix(".new"))
-    file.with_suffix(".new").replace(file)
-
-
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("checkpoints/small"))
@@ -161,7 +156,7 @@ def main(argv: list[str] | None = None):
     for i in tqdm(range(len(windows), len(batches)), "continue", len(batches), initial=len(windows), unit="batch"):
         torch.manual_seed(options.seed + i)
         windows.append(continued(model, batches[i], WINDOW))
-        keep(file, settings=chosen, windows=windows)
+        save_state({"settings": chosen, "windows": windows}, file)
     windows = torch.cat(windows)
     chosen |= {"steps": options.steps, "rate": options.rate}
     torch.manual_seed(options.seed)
@@ -194,8 +189,8 @@ def main(argv: list[str] | None = None):
         shares.append(share)
         bar.set_postfix(loss=f"{loss.item():.3f}", accepted=f"{share:.3f}")
         if (step + 1) % SAVED_EVERY == 0:
-            weights = {"draft": draft.state_dict(), "optimizer": optimizer.state_dict()}
-            keep(state, settings=chosen, step=step + 1, shares=shares, **weights)
+            saved = {"settings": chosen, "step": step + 1, "shares": shares}
+            save_state({**saved, "draft": draft.state_dict(), "optimizer": optimizer.state_dict()}, state)
     draft.to(torch.bfloat16).save(options.out)
     last = shares[-100:]
     report = {

@@ -12,7 +12,6 @@ over 1 % of the steps and falls along a cosine (Kimi K3 report, p. 10-11). A run
 import dataclasses
 import json
 import math
-import os
 import time
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.kernels.cross_entropy import IGNORED, chunked_cross_entropy
 from kimi_k3.training.balancing import QuantileBalancer
 from kimi_k3.training.muon import PerHeadMuon, QKClip, muon_groups
+from kimi_k3.training.state_file import save_state
 from kimi_k3.training.text_data import DataError, PackedRows
 
 WARMUP = 0.01
@@ -150,9 +150,7 @@ class TextTraining:
             "step": self.step,
             "tokens": self.tokens,
         }
-        new = self.state_file.with_suffix(".new")
-        torch.save(state, new)
-        os.replace(new, self.state_file)
+        save_state(state, self.state_file)
 
     def _load(self):
         try:

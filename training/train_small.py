@@ -44,6 +44,7 @@ from kimi_k3.training.small_data import RECALL_SHARE, Corpus, StepBatches
 from kimi_k3.training.small_episodes import ANSWER_WEIGHT
 from kimi_k3.training.small_eval import evaluate, evaluate_suite
 from kimi_k3.training.small_model import MixedPrecision, packed_state, small_config
+from kimi_k3.training.state_file import save_state
 from kimi_k3.training.tokenizer import save_tokenizer
 
 # (share of the run from which on, tokens in a window, share of the lists whose keys and values are single tokens)
@@ -128,8 +129,7 @@ class Trainee:
             "optimizer": self.optimizer.state_dict(),
             "progress": progress,
         }
-        torch.save(state, path.with_suffix(".new"))
-        os.replace(path.with_suffix(".new"), path)  # a kill while writing leaves the last state whole
+        save_state(state, path)
 
     def load(self, path):
         state = torch.load(path, map_location=self.options.device, weights_only=True)
