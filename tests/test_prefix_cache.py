@@ -9,7 +9,6 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -632,43 +631,6 @@ def test_a_copy_that_fails_costs_the_copy(disk, monkeypatch, caplog):
     assert hit_of_another(disk, tokens(30, 1)) == 29 and hit_of_another(disk, tokens(30)) == 0
 
 
-def test_copies_of_a_gpu_are_waited_for_together(monkeypatch):
-    """The calls, on a device that only notes them: behind what it was given last, on a stream that waits for the event
-    behind the tensors, all copies, then one wait."""
-    calls = []
-
-    class Event(str):
-        def synchronize(self):
-            calls.append(f"wait for {self}")
-
-    class Stream(nullcontext):
-        def record_event(self):
-            calls.append("record")
-            return Event(f"event {len(calls)}")
-
-        def wait_event(self, event):
-            calls.append(f"stream waits for {event}")
-
-        def __exit__(self, *error):
-            calls.append("copies are under way")
-
-        def synchronize(self):
-            calls.append("wait for the stream")
-
-    module = SimpleNamespace(Stream=Stream, current_stream=Stream, stream=lambda stream: stream)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(tiers, "_home", lambda tensors: torch.device("cuda"))
-    behind = tiers.Behind()
-    tier = tiers.MemoryTier("host", torch.device("cpu"), 1 << 30, behind)
-    entry = tier.put(("a", "state"), {"x": torch.zeros(3), "y": torch.ones(3)}, 1.0)
-    assert calls == ["record"]
-    behind.start(torch.device("cuda"))
-    behind.close()
-    assert calls[1:] == ["record", "wait for event 2", "stream waits for event 1", "copies are under way",
-                         "wait for the stream"]  # fmt: skip
-    assert entry.ready is None and torch.equal(entry.tensors["y"], torch.ones(3))
-
-
 def test_what_was_prefetched_is_there(disk, monkeypatch):
     """Copies to a GPU are not waited for where they are made: the future is done when they are."""
     cache, waited = make(**disk), []
@@ -686,23 +648,6 @@ def test_a_hit_copies_latents_into_buffers_with_room(monkeypatch):
     monkeypatch.setattr(LatentCacheLayer, "_grow", lambda *args: grown.append(args[2]) or grow(*args))
     _, done = cache.forward(row(tokens(60) + tokens(30, 1)))
     assert done.hit == 59 and grown == [59]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_copies_of_a_gpu_are_page_locked_and_equal(writes):
-    """Copied beside what the GPU computes, behind what it computed for them."""
-    behind = tiers.Behind()
-    tier = tiers.MemoryTier("host", torch.device("cpu"), 1 << 40, behind)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(10**8)
-        found = {str(i): torch.full((1000, i), float(i), device="cuda") for i in range(1, 50)}
-        entry = tier.put(("a", "state"), found, 1.0)
-    assert all(tensor.is_cuda for tensor in tier.get(("a", "state")).values())
-    behind.start(torch.device("cuda"))
-    behind.close()
-    assert entry.ready is None
-    for i, tensor in tier.get(("a", "state")).items():
-        assert tensor.is_pinned() and (tensor == float(i)).all() and tensor.shape == (1000, int(i))
 
 
 class Histories(RuleBasedStateMachine):
