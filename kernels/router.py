@@ -64,7 +64,7 @@ def _limit_groups(choice, groups, kept):
 
 
 class _Choose(torch.autograd.Function):
-    """The Triton kernel; only the logits of chosen experts have a gradient, so torch makes it from those alone."""
+    """The Triton kernels; only the logits of chosen experts have a gradient."""
 
     @staticmethod
     def forward(ctx, logits, bias, top_k, renormalize, scaling):
@@ -77,13 +77,18 @@ class _Choose(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, _, d_weights):
+        from . import router_triton
+
         logits, chosen = ctx.saved_tensors
+        grad = dispatch.run_kernels(router_triton.backward, logits, chosen, d_weights, *ctx.options)
+        if grad is None:
 
-        def weights_of(picked):
-            return _weigh(torch.sigmoid(picked), *ctx.options)
+            def weights_of(picked):
+                return _weigh(torch.sigmoid(picked), *ctx.options)
 
-        (grad,) = dispatch.recomputed(weights_of, [logits.gather(-1, chosen)], d_weights)
-        return torch.zeros_like(logits).scatter_(-1, chosen, grad), None, None, None, None
+            (picked,) = dispatch.recomputed(weights_of, [logits.gather(-1, chosen)], d_weights)
+            grad = torch.zeros_like(logits).scatter_(-1, chosen, picked)
+        return grad, None, None, None, None
 
 
 def _run(*arguments):

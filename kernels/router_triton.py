@@ -1,4 +1,4 @@
-"""Choice and weights of a token's experts in one kernel: Triton form of `router` (docs/kernels.md)."""
+"""Choice and weights of a token's experts in one kernel each way: Triton form of `router` (docs/kernels.md)."""
 
 import torch
 
@@ -35,6 +35,31 @@ def choose_kernel(
     tl.store(weights + at, picked * scaling, mask=slot < K)
 
 
+@triton.jit
+def choose_backward_kernel(
+    logits, chosen, d_weights, d_logits, stride, scaling,
+    E: tl.constexpr, BE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, RENORMALIZE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One token: the gradient of its logits, zero but for those of the chosen experts."""
+    token = tl.program_id(0).to(tl.int64)
+    e, slot = tl.arange(0, BE), tl.arange(0, BK)
+    at, mask = token * K + slot, slot < K
+    ids = tl.load(chosen + at, mask=mask, other=0).to(tl.int32)
+    logit = tl.load(logits + token * stride + ids, mask=mask, other=0.0)
+    score = tl.where(mask, sigmoid(logit, PTX), 0.0)
+    grad = tl.load(d_weights + at, mask=mask, other=0.0) * scaling
+    if RENORMALIZE:
+        total = tl.sum(score, axis=0) + 1e-20
+        grad = (grad - tl.sum(grad * score, axis=0) / total) / total
+    grad *= score * sigmoid(-logit, PTX)  # 1 - sigmoid would lose a saturated score
+    row = tl.zeros((BE,), tl.float32)
+    for n in range(K):
+        here = slot == n
+        expert = tl.sum(tl.where(here, ids, 0), axis=0)
+        row += tl.where(e == expert, tl.sum(tl.where(here, grad, 0.0), axis=0), 0.0)
+    tl.store(d_logits + token * E + e, row, mask=e < E)
+
+
 def run(logits, bias, top_k, renormalize, scaling):
     """As `router.choose_experts`, whose arguments these are."""
     tokens, experts = logits.shape
@@ -47,3 +72,16 @@ def run(logits, bias, top_k, renormalize, scaling):
         num_warps=1,
     )  # fmt: skip
     return chosen, weights
+
+
+def backward(logits, chosen, d_weights, renormalize, scaling):
+    """Gradient of the logits [T, E] float32 from that of the weights [T, K]."""
+    (tokens, experts), top_k = logits.shape, chosen.shape[1]
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    d_logits = torch.empty(tokens, experts, device=logits.device, dtype=torch.float32)
+    choose_backward_kernel[(tokens,)](
+        logits, chosen, d_weights.contiguous(), d_logits, logits.stride(0), float(scaling),
+        experts, triton.next_power_of_2(experts), top_k, triton.next_power_of_2(top_k), renormalize, tools.USE_PTX,
+        num_warps=1,
+    )  # fmt: skip
+    return d_logits

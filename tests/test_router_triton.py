@@ -67,6 +67,18 @@ def test_gradients(sizes, renormalize, monkeypatch):
     torch.testing.assert_close(found[0].double(), found[1], rtol=1e-4, atol=1e-6)
 
 
+def test_a_backward_kernel_that_does_not_compile_leaves_the_reference(monkeypatch):
+    """Fault 82: the weights were the kernel's, their gradient is torch's."""
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors: None)
+    torch.manual_seed(1)
+    leaf, found, run = torch.randn(5, 24, device=DEVICE).requires_grad_(), [], dispatch.run_kernels
+    for broken in (False, True):
+        _, weights = router.choose_experts(leaf, torch.zeros(24, device=DEVICE), 7, True, 2.5)
+        monkeypatch.setattr(dispatch, "run_kernels", (lambda *arguments: None) if broken else run)
+        found.append(torch.autograd.grad(weights.square().sum(), leaf)[0])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
 def test_groups_take_the_reference(monkeypatch):
     calls = []
     monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors: None)
