@@ -408,8 +408,8 @@ class KimiK3MLAttention(nn.Module):
         return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
 
 
-def glu(config: KimiK3TextConfig, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The gated activation that the config names."""
+def glu(config: KimiK3TextConfig, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """The gated activation that the config names; without `up`, gate is [..., 2 m] with the columns of both."""
     if config.hidden_act == "situ":
         return situ.situ_glu(gate, up, config.activation_situ_beta, config.activation_situ_linear_beta)
     return situ.swiglu(gate, up)
@@ -479,10 +479,10 @@ class KimiK3Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, size, width))
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return glu(self.config, *gate_up.chunk(2, dim=-1))
+        return glu(self.config, gate_up)
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        """[T, D] -> [T, D] float32, combined with the float32 routing weights.
+        """[T, D] -> [T, D], combined with the float32 routing weights in float32 (and rounded once by some paths).
 
         The Triton kernels where they run; where they do not, a grouped matrix product for training on a GPU, and
         transformers' for graphs and expert parallelism, because the reference counts tokens on the host.
@@ -523,7 +523,7 @@ class KimiK3PackedExperts(nn.Module):
                 self.register_parameter(f"{name}_{kind}", nn.Parameter(data, requires_grad=False))
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return glu(self.config, *gate_up.chunk(2, dim=-1))
+        return glu(self.config, gate_up)
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """[T, D] -> [T, D] float32. Compiled, the experts of all tokens are decoded at once: meant for few tokens."""

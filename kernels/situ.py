@@ -6,26 +6,29 @@ import torch.nn.functional as F
 from . import dispatch
 
 
-def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
+def situ_glu(gate: torch.Tensor, up: torch.Tensor | None, beta: float, linear_beta: float | None) -> torch.Tensor:
     """[beta tanh(a / beta) sigmoid(a)] * [linear_beta tanh(b / linear_beta)], in float32 with one rounding at the end.
 
     The sigmoid takes the uncapped gate; `linear_beta` None leaves the up branch uncapped, otherwise the result is
     at most beta * linear_beta.
 
     Args:
-        gate, up: [..., m], same dtype, which the result has too.
+        gate, up: [..., m], same dtype, which the result has too; or `up` None and `gate` [..., 2 m], its own columns
+            first, so that the gradient is one tensor as well.
     """
     out = _fused(gate, up, beta, linear_beta)
     return _composed(gate, up, beta, linear_beta) if out is None else out
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """SiLU(gate) * up, [..., m]. (In half precision the Triton form rounds once, the torch form twice.)"""
+def swiglu(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+    """SiLU(gate) * up, arguments as there. (In half precision the Triton form rounds once, the torch form twice.)"""
     out = _fused(gate, up, None, None)
     return _composed(gate, up, None, None) if out is None else out
 
 
 def _composed(gate, up, beta, linear_beta):
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
     if beta is None:
         return F.silu(gate) * up
     dtype = torch.promote_types(gate.dtype, torch.float32)
@@ -37,9 +40,10 @@ def _composed(gate, up, beta, linear_beta):
 
 def _fused(gate, up, beta, linear_beta):
     """Either activation as one Triton kernel; None where that does not run."""
-    if dispatch.triton_refusal(gate, up) is not None or gate.dtype != up.dtype or gate.numel() == 0:
+    tensors = [gate] if up is None else [gate, up]
+    if dispatch.triton_refusal(*tensors) is not None or gate.dtype != tensors[-1].dtype or gate.numel() == 0:
         return None
-    run = _Glu.apply if dispatch.needs_grad(gate, up) else _forward
+    run = _Glu.apply if dispatch.needs_grad(*tensors) else _forward
     return dispatch.run_kernels(run, gate, up, beta, linear_beta)
 
 

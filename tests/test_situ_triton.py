@@ -24,8 +24,10 @@ def rms_ratio(got, expected):
 
 @pytest.mark.parametrize("size", [1e-4, 0.3, 1.0, 60.0])
 @pytest.mark.parametrize("activation", BETAS)
+@pytest.mark.parametrize("together", [False, True], ids=["two", "one"])
 @pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
-def test_forward_and_backward(activation, size, dtype, bound, monkeypatch):
+def test_forward_and_backward(activation, size, dtype, bound, together, monkeypatch):
+    """Gate and up as two tensors, rows with gaps here, and as the halves of one."""
     torch.manual_seed(0)
     both = (torch.randn(3, 5, 2 * 70) * size).to(DEVICE, dtype)
     seed = torch.randn(3, 5, 70).to(DEVICE, dtype)
@@ -33,7 +35,7 @@ def test_forward_and_backward(activation, size, dtype, bound, monkeypatch):
     for refusal, convert in ((None, lambda t: t), ("the oracle", torch.Tensor.double)):
         monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(), refusal=refusal: refusal)
         leaf = convert(both.clone()).requires_grad_()
-        gate, up = leaf.chunk(2, dim=-1)  # rows with gaps
+        gate, up = (leaf, None) if together else leaf.chunk(2, dim=-1)
         betas = BETAS[activation]
         out = situ.swiglu(gate, up) if betas[0] is None else situ.situ_glu(gate, up, *betas)
         results.append([out, *torch.autograd.grad(out, leaf, seed.to(out.dtype))])
