@@ -83,7 +83,7 @@ def rms_ratio(got, expected):
 def test_forward_and_backward(case, dtype, bound, poisoned, launched):
     *sizes, only = case
     leaves, ids = make(*sizes, dtype, only=only)
-    seed = torch.randn(leaves[0].shape, device=DEVICE)
+    seed = torch.randn(leaves[0].shape, device=DEVICE).to(dtype)
     got, again = results(leaves, ids, seed), results(leaves, ids, seed)
     assert launched == ["combine", "combine_backward", "combine"] * 2
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -92,7 +92,7 @@ def test_forward_and_backward(case, dtype, bound, poisoned, launched):
         exact[0], ids, exact[1], len(halves[0]), lambda e: (halves[0][e], halves[1][e]), activation
     )
     expected = [out, *torch.autograd.grad(out, exact, seed.double())]
-    assert [g.dtype for g in got] == [torch.float32, *(leaf.dtype for leaf in leaves)]
+    assert [g.dtype for g in got] == [dtype, *(leaf.dtype for leaf in leaves)]
     for name, a, b, c in zip(("out", "x", "weights", "gate_up", "down"), got, again, expected, strict=True):
         assert torch.equal(a, b), name
         assert rms_ratio(a, c) < bound, name

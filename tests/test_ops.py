@@ -247,7 +247,7 @@ def test_sorted_experts_have_the_values_and_gradients_of_grouped_experts(dtype, 
     halves = exact[1].unbind(0), exact[2].unbind(0)
     theirs = experts.grouped_experts(exact[0], ids, exact[3], count, lambda e: (halves[0][e], halves[1][e]), activation)
     expected = torch.autograd.grad((theirs * seed).sum(), exact)
-    assert ours.dtype == torch.float32
+    assert ours.dtype == dtype
     assert [got.dtype for got in found] == [leaf.dtype for leaf in leaves] and not found[1][-1].any()
     for name, got, want in zip(
         ("out", "x", "gate_up", "down", "weights"), (ours, *found), (theirs, *expected), strict=True
