@@ -139,4 +139,7 @@ def backward(inputs, weights, tails, cu_seqlens, grads):
         count, weight.shape[-1], BLOCK_T, BLOCK_P, cu_seqlens is not None, tails is not None, tools.USE_PTX,
         num_warps=4,
     )  # fmt: skip
-    return *dxs, *(total.to(w.dtype) for total, w in zip(dweights.sum(0), weights, strict=True))
+    totals = dweights.sum(0)
+    if len({w.dtype for w in weights}) == 1:  # one conversion in place of one each
+        return *dxs, *totals.to(weight.dtype)
+    return *dxs, *(total.to(w.dtype) for total, w in zip(totals, weights, strict=True))

@@ -105,7 +105,9 @@ def results():
         gated = random(37, 200, grad=grad), random(37, 200, grad=grad), random(200, dtype=torch.float32, grad=grad)
         yield (norms.gated_rms_norm(*gated, 1e-5),)
         yield (situ.situ_glu(random(37, 200, grad=grad), random(37, 200, grad=grad), 3.0, 2.0),)
-        yield (situ.swiglu(random(37, 200, grad=grad), random(37, 200, grad=grad)),)
+        yield (situ.swiglu(random(37, 400, grad=grad), None),)
+        logits = random(7, 24, dtype=torch.float32, grad=grad)
+        yield router.choose_experts(logits, random(24, dtype=torch.float32), 4, True, 2.5)[1:]
     for pairs in (2, 90, 700):
         yield (routed(pairs, packed=True),)
         yield (routed(pairs, packed=False),)
@@ -116,7 +118,6 @@ def results():
     lengths = torch.arange(150, 1050, 100, device="cuda")
     inputs = random(9, 1, 70, 512), random(9, 1, 70, 64), random(9, 1000, 576)
     yield (mla_decode.mla_decode(*inputs, 0.05, None, lengths),)
-    yield router.choose_experts(random(7, 24, dtype=torch.float32), random(24, dtype=torch.float32), 4, True, 2.5)
 
 
 def main():
