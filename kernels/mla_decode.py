@@ -14,8 +14,8 @@ import torch
 
 from . import dispatch
 
-# New tokens of one call: a step, or the draft of a speculative one.
-MAX_TOKENS = 16
+# New tokens of one call: a step, the draft of a speculative one, a turn's short addition to a long text.
+MAX_TOKENS = 64
 # The widest latent and rope part whose tiles fit the shared memory and the registers of one program.
 MAX_RANK, MAX_RANK_FLOAT32, MAX_ROPE = 512, 128, 64
 

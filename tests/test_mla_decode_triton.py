@@ -78,7 +78,7 @@ def test_the_reference_is_eager_attention_over_expanded_keys(tokens):
         assert rms_ratio(torch.einsum("bthr,hvr->bthv", out, w_uv), expected) < 1e-12
 
 
-@pytest.mark.parametrize(("tokens", "sizes"), [(1, 0), (1, 1), (1, 2), (2, 1), (5, 2), (16, 0)])
+@pytest.mark.parametrize(("tokens", "sizes"), [(1, 0), (1, 1), (1, 2), (2, 1), (5, 2), (64, 0)])
 @pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
 def test_causal_over_every_key(tokens, sizes, dtype, bound):
     heads, rank, rope = SIZES[sizes]
@@ -211,7 +211,7 @@ def test_the_model_decodes_with_it(data_dir, monkeypatch):
 
 
 @on_gpu
-@pytest.mark.parametrize("case", [(1, 1, 131072), (3, 1, 5000), (16, 1, 1024), (1, 16, 9000)], ids=str)
+@pytest.mark.parametrize("case", [(1, 1, 131072), (3, 1, 5000), (16, 1, 1024), (1, 16, 9000), (1, 64, 9000)], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_full_size(case, seed):
     """Kimi K3's heads and latents in bfloat16, lengths that differ from row to row."""
