@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy
 import torch
 
 from ..cache_kimi_k3 import HybridCache, model_fingerprint
@@ -229,14 +230,14 @@ class PrefixCache:
 
     # --- running -------------------------------------------------------------------------------------------------
 
-    def _tokens(self, input_ids: torch.Tensor) -> tuple[int, ...]:
+    def _tokens(self, input_ids: torch.Tensor) -> numpy.ndarray:
         if self._closed:
             raise RuntimeError("the prefix cache is closed: make a new PrefixCache")
         if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
             raise ValueError(f"a prefix is one row of tokens [1, T], T at least 1, but got {tuple(input_ids.shape)}")
         if _weight_versions(self.model) != self._weights:
             raise ValueError("the model's weights changed since the prefix cache was made: make a new PrefixCache")
-        return tuple(input_ids[0].tolist())
+        return input_ids[0].to("cpu", torch.int64, copy=True).numpy()
 
     @contextmanager
     def _prefilled(self, input_ids: torch.Tensor, keep_logits: bool = False):
@@ -377,7 +378,7 @@ class PrefixCache:
 
     # --- looking up ----------------------------------------------------------------------------------------------
 
-    def _restored_prefix(self, tokens: tuple[int, ...], only_fetch: bool = False):
+    def _restored_prefix(self, tokens: numpy.ndarray, only_fetch: bool = False):
         """(cache, pinned segment, tokens shared with some kept text); an empty cache and the root without a hit.
 
         Tensors are read outside the lock. A part that cannot be read is forgotten and the next best prefix tried.

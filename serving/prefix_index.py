@@ -99,7 +99,7 @@ class PrefixIndex:
 
     def make(self, parent: Segment, tokens: Sequence[int], steps: bool, forward: bytes = b"") -> Segment:
         """The segment of these tokens behind `parent`: the one that is there, or a new one that is not added yet."""
-        tokens = tuple(int(token) for token in tokens)
+        tokens = tuple(numpy.asarray(tokens, dtype="<i8").tolist())
         how = b"steps" if steps else b"forward" + forward
         key = chained(bytes.fromhex(parent.key), how, token_bytes(tokens)).hex()
         if key in self.segments:
@@ -140,11 +140,11 @@ class PrefixIndex:
     def matches(self, tokens: Sequence[int], limit: int) -> tuple[list[Segment], int]:
         """Segments whose text is a prefix of `tokens` of at most `limit` tokens, the longest first; and how many tokens
         some kept text shares with this one, in whole blocks."""
-        tokens = tuple(tokens)
+        tokens = numpy.asarray(tokens, dtype="<i8")
         block_hash, hashes = self.root.block_hash, [self.root.block_hash]
         shared = 0
         for at in range(0, len(tokens) - self.block + 1, self.block):
-            block_hash = chained(block_hash, token_bytes(tokens[at : at + self.block]))
+            block_hash = chained(block_hash, tokens[at : at + self.block].tobytes())
             if block_hash not in self._covering:
                 break  # a segment that ends further on covers every block before
             hashes.append(block_hash)
@@ -154,7 +154,8 @@ class PrefixIndex:
             here = [
                 segment
                 for segment in self._ending.get(block_hash, ())
-                if 0 < segment.end <= limit and segment.remainder == tokens[blocks * self.block : segment.end]
+                if 0 < segment.end <= limit
+                and segment.remainder == tuple(tokens[blocks * self.block : segment.end].tolist())
             ]
             found += sorted(here, key=lambda segment: -segment.end)
         return found, min(shared, limit)
