@@ -123,7 +123,7 @@ def mix_backward_kernel(
 
 
 def _warps(width: int) -> int:
-    return max(1, min(16, triton.next_power_of_2(width) // 1024))
+    return max(1, min(16, tools.next_power_of_2(width) // 1024))
 
 
 def _stages(x) -> int:
@@ -147,7 +147,7 @@ def forward(sources, norm_weight, proj_weight, eps, out_weight, out_eps, keep: b
         scores, inverse_rms = torch.empty(2, *shape[:-1], count, device=mixed.device, dtype=torch.float32)
     mix_kernel[(min(rows, 2 * tools.multiprocessors(mixed.device)),)](
         tuple(sources), norm_weight, proj_weight, out_weight, mixed, out, scores, inverse_rms, rows, eps, out_eps,
-        count, width, triton.next_power_of_2(width), out_weight is not None, keep, tools.USE_PTX, _stages(mixed),
+        count, width, tools.next_power_of_2(width), out_weight is not None, keep, tools.USE_PTX, _stages(mixed),
         num_warps=_warps(width),
     )  # fmt: skip
     return mixed, out, scores, inverse_rms
@@ -164,7 +164,7 @@ def backward(sources, norm_weight, proj_weight, out_weight, out_eps, mixed, scor
     mix_backward_kernel[(programs,)](
         tuple(sources), grads, norm_weight, proj_weight, out_weight, mixed, d_mixed, d_out, scores, inverse_rms,
         d_query, d_weight, rows, out_eps,
-        len(sources), width, triton.next_power_of_2(width), d_mixed is not None, d_out is not None, tools.USE_PTX,
+        len(sources), width, tools.next_power_of_2(width), d_mixed is not None, d_out is not None, tools.USE_PTX,
         _stages(mixed), num_warps=_warps(width),
     )  # fmt: skip
     d_query = d_query.sum(0)

@@ -49,14 +49,14 @@ def combine_backward_kernel(
 
 def combine_blocks(size: int) -> tuple[int, int]:
     """Columns and warps of a program: four columns a thread, so that K rows at once take few registers."""
-    columns = min(512, triton.next_power_of_2(size))
+    columns = min(512, tools.next_power_of_2(size))
     return columns, max(1, columns // 128)
 
 
 def backward_blocks(size: int, top_k: int, item: int) -> tuple[int, int, int]:
     """Columns, rows and warps of a program: 8 KB of rows at a time, 64 bytes a thread."""
-    rows = triton.next_power_of_2(top_k)
-    columns = min(triton.next_power_of_2(size), max(64, 8192 // (rows * item)))
+    rows = tools.next_power_of_2(top_k)
+    columns = min(tools.next_power_of_2(size), max(64, 8192 // (rows * item)))
     return columns, rows, max(1, min(16, rows * columns * item // 2048))
 
 
@@ -76,7 +76,7 @@ def combine(rows, inverse, weights, dtype):
     size = rows.shape[1]
     columns, warps = combine_blocks(size)
     out = torch.empty(tokens, size, device=rows.device, dtype=dtype)
-    combine_kernel[(tokens * triton.cdiv(size, columns),)](
+    combine_kernel[(tokens * tools.cdiv(size, columns),)](
         rows.contiguous(), inverse, None if weights is None else weights.contiguous(), out,
         size, columns, top_k, num_warps=warps,
     )  # fmt: skip

@@ -421,7 +421,7 @@ def tile_size(pairs: int, experts: int, packed: bool) -> tuple[int, int]:
 
     Packed weights are decoded once for a tile, so that many pairs make it three parts of 64 rows.
     """
-    rows = max(16, triton.next_power_of_2(triton.cdiv(pairs, experts)))
+    rows = max(16, tools.next_power_of_2(tools.cdiv(pairs, experts)))
     return (64, 3) if packed and rows > 64 else (min(128, rows), 1)
 
 
@@ -441,15 +441,15 @@ def plan(expert_ids, experts: int, block_m: int):
     if pairs <= FEW_PAIRS:
         order = torch.empty(2 * pairs, device=device, dtype=torch.int32)  # the second half is the kernel's own
         tiles = torch.empty(3, count, device=device, dtype=torch.int32)
-        block = max(16, triton.next_power_of_2(pairs))
+        block = max(16, tools.next_power_of_2(pairs))
         plan_kernel[(1,)](expert_ids, order, tiles, pairs, count, block, block_m, num_warps=max(1, block // 64))
         return order, tiles
     counts = torch.zeros(experts, device=device, dtype=torch.int32)
     ranks, order = torch.empty(2, pairs, device=device, dtype=torch.int32)
     tiles = torch.empty(3, count, device=device, dtype=torch.int32)
-    grid = (triton.cdiv(pairs, 1024),)
+    grid = (tools.cdiv(pairs, 1024),)
     rank_kernel[grid](expert_ids, counts, ranks, pairs, 1024, num_warps=4)
-    tiles_kernel[(1,)](counts, tiles, count, experts, triton.next_power_of_2(experts), block_m, num_warps=4)
+    tiles_kernel[(1,)](counts, tiles, count, experts, tools.next_power_of_2(experts), block_m, num_warps=4)
     place_kernel[grid](expert_ids, counts, ranks, order, pairs, 1024, num_warps=4)
     return order, tiles
 
@@ -457,8 +457,8 @@ def plan(expert_ids, experts: int, block_m: int):
 def in_unpacked_order(x):
     """x [T, D] with its columns as `unpack` orders them, and zeros up to a multiple of 64."""
     tokens, size = x.shape
-    ordered = torch.empty(tokens, triton.cdiv(size, 64) * 64, device=x.device, dtype=x.dtype)
-    grid = (triton.cdiv(tokens, 16), triton.cdiv(size, 256))
+    ordered = torch.empty(tokens, tools.cdiv(size, 64) * 64, device=x.device, dtype=x.dtype)
+    grid = (tools.cdiv(tokens, 16), tools.cdiv(size, 256))
     order_kernel[grid](x, ordered, tokens, size, ordered.shape[1], 16, 256, num_warps=4)
     return ordered
 
@@ -482,7 +482,7 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
         gate_up_scale, down_scale = gate_up_scale.contiguous(), down_scale.contiguous()
     # Scales of packed weights span the range of bfloat16.
     operand = tl.float32 if x.dtype == torch.float32 else tl.bfloat16 if packed else operand_of(x.dtype)
-    inner = triton.cdiv(width, 64) * 64 if packed else width
+    inner = tools.cdiv(width, 64) * 64 if packed else width
     h = torch.empty(pairs, inner, device=x.device, dtype=x.dtype)
     y = (torch.zeros if elsewhere else torch.empty)(pairs, size, device=x.device, dtype=torch.float32)
     shared = tools.shared_bytes(x.device)
@@ -492,7 +492,7 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     count, situ, capped = tiles.shape[1], beta is not None, linear_beta is not None
     betas = beta or 1.0, linear_beta or 1.0
     rows = 2 * inner if packed else width, size
-    grids = [(count * triton.cdiv(n, block_n),) for n, (block_n, *_) in zip(rows, sizes, strict=True)]
+    grids = [(count * tools.cdiv(n, block_n),) for n, (block_n, *_) in zip(rows, sizes, strict=True)]
     (block_n, block_k, warps, stages), (down_n, down_k, down_warps, down_stages) = sizes
     if packed:
         packed_gate_up_kernel[grids[0]](

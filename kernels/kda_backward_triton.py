@@ -242,7 +242,7 @@ def backward(
     block_k, block_v = tools.block(key_size), tools.block(value_size)
     columns, operand = forward_pass.value_block(value_size, q.dtype), tools.operand_types(q.dtype)[0]
     varlen, stages = cu_seqlens is not None, forward_pass.scan_stages(q.dtype)
-    grid = (triton.cdiv(value_size, columns) * heads * blocks.sequences,)
+    grid = (tools.cdiv(value_size, columns) * heads * blocks.sequences,)
     states = torch.empty(blocks.count, heads, value_size, key_size, device=q.device, dtype=work.dtype)
     updated = torch.empty(blocks.count, heads, value_size, CHUNK, device=q.device, dtype=work.dtype)
     forward_pass.scan_kernel[grid](

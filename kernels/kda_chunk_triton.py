@@ -437,9 +437,9 @@ def scan_stages(dtype: torch.dtype) -> int:
 
 def segments_of(sequences: int, heads: int, length: int, value_size: int, device: torch.device) -> int:
     """Into how many parts to cut every sequence so that the scan fills the device; 1 where that does not pay."""
-    programs = sequences * heads * triton.cdiv(value_size, 64)
+    programs = sequences * heads * tools.cdiv(value_size, 64)
     room = 2 * tools.multiprocessors(device) // programs
-    return room if room > 1 and triton.cdiv(length, CHUNK) * CHUNK >= LONG else 1
+    return room if room > 1 and tools.cdiv(length, CHUNK) * CHUNK >= LONG else 1
 
 
 def transitions(work, decay, value_size, sequences, length, segments):
@@ -450,12 +450,12 @@ def transitions(work, decay, value_size, sequences, length, segments):
         can leave fewer segments than were asked for.
     """
     _, heads, key_size = decay.shape
-    columns, chunks = value_block(value_size, work.dtype), triton.cdiv(length, CHUNK)
-    steps = triton.cdiv(chunks, segments)
-    segments = triton.cdiv(chunks, steps)
+    columns, chunks = value_block(value_size, work.dtype), tools.cdiv(length, CHUNK)
+    steps = tools.cdiv(chunks, segments)
+    segments = tools.cdiv(chunks, steps)
     shape = (sequences, segments, heads, key_size)
     transition, offset = (torch.empty(*shape, x, device=work.device) for x in (key_size, value_size))
-    parts = triton.cdiv(value_size, columns) + triton.cdiv(key_size, columns)
+    parts = tools.cdiv(value_size, columns) + tools.cdiv(key_size, columns)
     transition_kernel[(parts * heads * sequences * segments,)](
         work, decay, transition, offset, length,
         heads, key_size, value_size, tools.block(key_size), columns, CHUNK, tools.operand_types(work.dtype)[0],
@@ -502,13 +502,13 @@ def forward(
         segments = 1
     elif segments is None:
         segments = segments_of(batch, heads, length, value_size, q.device)
-    entry, last, steps = initial_state, final, triton.cdiv(length, CHUNK)
+    entry, last, steps = initial_state, final, tools.cdiv(length, CHUNK)
     if segments > 1:
         entry = _entry_states(work, decay, value_size, initial_state, blocks, length, segments)
-        steps, segments = triton.cdiv(steps, segments), entry.shape[0] // batch
+        steps, segments = tools.cdiv(steps, segments), entry.shape[0] // batch
         last = torch.empty_like(entry)
     columns = value_block(value_size, q.dtype)
-    scan_kernel[(triton.cdiv(value_size, columns) * heads * blocks.sequences * segments,)](
+    scan_kernel[(tools.cdiv(value_size, columns) * heads * blocks.sequences * segments,)](
         work, decay, entry, out, last, checkpoints, None, None, None, cu_seqlens, blocks.offsets,
         checkpoint_offsets, length, steps,
         heads, key_size, value_size, tools.block(key_size), columns, CHUNK, tools.operand_types(q.dtype)[0],

@@ -305,9 +305,9 @@ def run(query, query_rope, latents, scale, mask, lengths):
     matrix = [(batch - 1) * batch_rows + keys, latents.shape[2]], [rows_apart, 1]
     halves, rope = (TensorDescriptor(latents, *matrix, [TILE, width], SHARED) for width in (HALF, ROPE))
     lengths = None if lengths is None else lengths.expand(batch)
-    row_tiles = triton.cdiv(heads, TILE)
+    row_tiles = tools.cdiv(heads, TILE)
     processors = tools.multiprocessors(query.device)
-    splits = portable.count_splits(row_tiles * batch, triton.cdiv(keys, 2 * TILE), processors)
+    splits = portable.count_splits(row_tiles * batch, tools.cdiv(keys, 2 * TILE), processors)
     part = torch.empty(batch, heads, splits, rank, device=query.device, dtype=torch.float32)
     log2_sum = torch.empty(batch, heads, splits, device=query.device, dtype=torch.float32)
     decode_kernel[(row_tiles, splits, batch)](

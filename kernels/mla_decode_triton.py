@@ -154,7 +154,7 @@ def count_splits(programs: int, key_tiles: int, multiprocessors: int) -> int:
     """
     most = max(1, min(key_tiles, 4 * multiprocessors // programs))
     return min(
-        range(1, most + 1), key=lambda n: triton.cdiv(programs * n, multiprocessors) * (triton.cdiv(key_tiles, n) + 4)
+        range(1, most + 1), key=lambda n: tools.cdiv(programs * n, multiprocessors) * (tools.cdiv(key_tiles, n) + 4)
     )
 
 
@@ -171,8 +171,8 @@ def run(query, query_rope, latents, scale, mask, lengths):
     block_r = tools.block(rank)
     rows_a_tile, keys_a_tile, warps, stages = tiles(query.dtype, block_r, tools.shared_bytes(device))
     rows = length * heads
-    row_tiles = triton.cdiv(rows, rows_a_tile)
-    splits = count_splits(row_tiles * batch, triton.cdiv(keys, keys_a_tile), tools.multiprocessors(device))
+    row_tiles = tools.cdiv(rows, rows_a_tile)
+    splits = count_splits(row_tiles * batch, tools.cdiv(keys, keys_a_tile), tools.multiprocessors(device))
     part = torch.empty(batch, rows, splits, rank, device=device, dtype=torch.float32)
     log2_sum = torch.empty(batch, rows, splits, device=device, dtype=torch.float32)
     decode_kernel[(row_tiles, splits, batch)](
@@ -195,9 +195,9 @@ def merged(part, log2_sum, query):
     splits = part.shape[2]
     # A head's rows together, as the matrix product that follows reads them.
     out = torch.empty(heads, batch, length, rank, device=query.device, dtype=query.dtype).permute(1, 2, 0, 3)
-    at_once = min(64, triton.next_power_of_2(splits))
+    at_once = min(64, tools.next_power_of_2(splits))
     columns = min(tools.block(rank), max(128, 8192 // at_once))  # few splits: fewer, larger programs
-    merge_kernel[(length * heads, triton.cdiv(rank, columns), batch)](
+    merge_kernel[(length * heads, tools.cdiv(rank, columns), batch)](
         part, log2_sum, out, splits, length * heads, *out.stride()[:3],
         heads, rank, columns, at_once, tools.USE_PTX,
         num_warps=4,

@@ -65,7 +65,7 @@ def norm_backward_kernel(
 
 def _blocks(width: int) -> tuple[int, int, int]:
     """Columns, rows and warps of a program."""
-    columns = triton.next_power_of_2(width)
+    columns = tools.next_power_of_2(width)
     return columns, max(1, 2048 // columns), max(1, min(16, max(columns, 2048) // 1024))
 
 
@@ -74,7 +74,7 @@ def forward(x, gate, weight, eps, dtype):
     out = torch.empty(x.shape, device=x.device, dtype=dtype)
     columns, block, warps = _blocks(x.shape[-1])
     rows, gates = tools.rows(x), None if gate is None else tools.rows(gate)
-    norm_kernel[(triton.cdiv(len(rows), block),)](
+    norm_kernel[(tools.cdiv(len(rows), block),)](
         rows, gates, weight, out, len(rows), rows.stride(0), 0 if gate is None else gates.stride(0), eps,
         x.shape[-1], columns, block, gate is not None, tools.USE_PTX, num_warps=warps,
     )  # fmt: skip
@@ -85,7 +85,7 @@ def backward(x, gate, weight, eps, d_out):
     """-> gradients of x, gate (None without) and weight; d_out contiguous."""
     columns, block, warps = _blocks(x.shape[-1])
     rows, gates = tools.rows(x), None if gate is None else tools.rows(gate)
-    programs = min(triton.cdiv(len(rows), block), 4 * tools.multiprocessors(x.device))
+    programs = min(tools.cdiv(len(rows), block), 4 * tools.multiprocessors(x.device))
     dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     d_gate = None if gate is None else torch.empty(gate.shape, device=x.device, dtype=gate.dtype)
     d_weight = torch.empty(programs, x.shape[-1], device=x.device, dtype=torch.float32)

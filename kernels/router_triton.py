@@ -68,7 +68,7 @@ def run(logits, bias, top_k, renormalize, scaling):
     weights = torch.empty(tokens, top_k, device=logits.device, dtype=torch.float32)
     choose_kernel[(tokens,)](
         logits, bias, chosen, weights, logits.stride(0), float(scaling),
-        experts, triton.next_power_of_2(experts), top_k, triton.next_power_of_2(top_k), renormalize, tools.USE_PTX,
+        experts, tools.next_power_of_2(experts), top_k, tools.next_power_of_2(top_k), renormalize, tools.USE_PTX,
         num_warps=1,
     )  # fmt: skip
     return chosen, weights
@@ -81,7 +81,7 @@ def backward(logits, chosen, d_weights, renormalize, scaling):
     d_logits = torch.empty(tokens, experts, device=logits.device, dtype=torch.float32)
     choose_backward_kernel[(tokens,)](
         logits, chosen, d_weights.contiguous(), d_logits, logits.stride(0), float(scaling),
-        experts, triton.next_power_of_2(experts), top_k, triton.next_power_of_2(top_k), renormalize, tools.USE_PTX,
+        experts, tools.next_power_of_2(experts), top_k, tools.next_power_of_2(top_k), renormalize, tools.USE_PTX,
         num_warps=1,
     )  # fmt: skip
     return d_logits

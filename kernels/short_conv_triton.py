@@ -117,7 +117,7 @@ def forward(inputs, weights, tails, cu_seqlens):
     outputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
     x, width = inputs[0], weights[0].shape[-1]
     batch, length, channels = x.shape
-    grid = triton.cdiv(batch * length, BLOCK_T), triton.cdiv(channels, BLOCK_P), len(inputs)
+    grid = tools.cdiv(batch * length, BLOCK_T), tools.cdiv(channels, BLOCK_P), len(inputs)
     conv_kernel[grid](
         inputs, weights, tails or inputs, outputs, cu_seqlens, _sequence_of(x, cu_seqlens), batch * length, length,
         channels, x.stride(1),
@@ -131,9 +131,9 @@ def backward(inputs, weights, tails, cu_seqlens, grads):
     x, weight, count = inputs[0], weights[0], len(inputs)
     batch, length, channels = x.shape
     dxs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
-    programs = triton.cdiv(batch * length, BLOCK_T)
+    programs = tools.cdiv(batch * length, BLOCK_T)
     dweights = torch.empty(programs, count, *weight.shape, device=x.device, dtype=torch.float32)
-    conv_backward_kernel[(programs, triton.cdiv(channels, BLOCK_P), count)](
+    conv_backward_kernel[(programs, tools.cdiv(channels, BLOCK_P), count)](
         inputs, weights, tails or inputs, grads, dxs, dweights, cu_seqlens, _sequence_of(x, cu_seqlens), batch * length,
         length, channels, x.stride(1),
         count, weight.shape[-1], BLOCK_T, BLOCK_P, cu_seqlens is not None, tails is not None, tools.USE_PTX,

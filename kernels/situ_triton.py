@@ -61,7 +61,7 @@ def glu_backward_kernel(
 def _launch(kernel, gate, up, beta, linear_beta, *arguments):
     gates, ups = (tools.rows(x) for x in _halves(gate, up))
     width = gates.shape[-1]
-    kernel[(len(gates) * triton.cdiv(width, BLOCK),)](
+    kernel[(len(gates) * tools.cdiv(width, BLOCK),)](
         gates, ups, gates.stride(0), ups.stride(0), *arguments, beta or 1.0, linear_beta or 1.0,
         width, BLOCK, beta is not None, linear_beta is not None, tools.USE_PTX, num_warps=4,
     )  # fmt: skip

@@ -71,6 +71,16 @@ def shared_bytes(device: torch.device) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. (Triton's own serves kernels as well, and takes ten times as long on the host.)"""
+    return -(-a // b)
+
+
+def next_power_of_2(size: int) -> int:
+    """The smallest one from `size` on, for a size of 1 at least."""
+    return 1 << (size - 1).bit_length()
+
+
 def rows(x: torch.Tensor) -> torch.Tensor:
     """[n, D] with columns side by side, a view of x [..., D] where there is one."""
     flat = x.reshape(-1, x.shape[-1])
@@ -79,7 +89,7 @@ def rows(x: torch.Tensor) -> torch.Tensor:
 
 def block(size: int) -> int:
     """Smallest power of two that holds `size` and that a tensor core product accepts."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 def operand_types(dtype: torch.dtype):
