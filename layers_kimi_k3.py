@@ -11,7 +11,9 @@ from .kernels/cross_entropy import
 from .kernels/dispatch import
 from .kernels/expert_rows_triton import
 from .kernels/experts import
+from .kernels/experts_gluon import
 from .kernels/experts_triton import
+from .kernels/gluon_tools import
 from .kernels/kda import
 from .kernels/kda_backward_triton import
 from .kernels/kda_chunk_triton import

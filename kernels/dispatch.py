@@ -96,6 +96,15 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return found if isinstance(found, tuple) else None
 
 
+def if_importable(load, what: str):
+    """The module that `load` imports; None, which is logged, where this Triton does not know what it says."""
+    try:
+        return load()
+    except (ImportError, AttributeError, TypeError) as error:
+        logger.warning("kimi_k3 runs %s by portable kernels on this GPU, slower ones: %s", what, error)
+        return None
+
+
 def recomputed(function, tensors, grad) -> list[torch.Tensor | None]:
     """Gradients of `function(*tensors)` by running it again in torch; None for a tensor that is None."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]

@@ -105,10 +105,11 @@ def _kernels(query, query_rope, latents, scale, mask):
 
 @functools.cache  # an import that fails is made anew every time
 def _gluon():
-    """The module for Hopper; None, which is logged, with a Triton that does not know what it says."""
-    try:
+    """The module for Hopper, or None."""
+
+    def load():
         from . import mla_decode_gluon
-    except (ImportError, AttributeError, TypeError) as error:  # Gluon is experimental: releases rename things
-        dispatch.logger.warning("kimi_k3 decodes MLA by its portable kernel on this GPU, a slower one: %s", error)
-        return None
-    return mla_decode_gluon
+
+        return mla_decode_gluon
+
+    return dispatch.if_importable(load, "MLA decoding")

@@ -7,29 +7,16 @@ both add both tiles to their half of the columns, and whatever is no longer need
 
 import torch
 
+from . import gluon_tools as hopper
 from . import mla_decode_triton as portable
 from . import triton_tools as tools
 
-triton = tools.triton
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):  # Gluon was there, with other names and arguments
-    raise ImportError(f"Gluon as it is used here came with Triton 3.6, this is {triton.__version__}")
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-except ImportError as error:
-    raise ImportError("this Triton has no Gluon for Hopper") from error
-
-fence, mbarrier = hopper.fence_async_shared, hopper.mbarrier
-mma, mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
-# As newer releases of Triton call them, and older ones: a barrier of a group's warps, and a bulk copy.
-synchronize = getattr(gl, "barrier", None) or gl.thread_barrier
-load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+gl, gluon, mbarrier, TensorDescriptor = hopper.gl, hopper.gluon, hopper.mbarrier, hopper.TensorDescriptor
+fence, load, mma, mma_wait, synchronize = hopper.fence, hopper.load, hopper.mma, hopper.mma_wait, hopper.synchronize
 
 # Queries and latents of a tile, columns of a half, rope columns.
 TILE, HALF, ROPE = 64, 256, 64
-SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+SHARED = hopper.SHARED
 # Products [64, 64] and [64, 256] of four warps, and one number a row of the first and of the second.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
