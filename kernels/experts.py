@@ -9,6 +9,7 @@ How many tokens hit an expert is a number the host has to wait for, which a comp
 tokens of a decoding step.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -214,7 +215,7 @@ def fused_experts(
     tokens = max(1, MOST_PAIRS // expert_ids.shape[1])
     weights = gate_up, down, *(scales or (None, None)), beta, linear_beta, elsewhere
     parts = [
-        dispatch.run_kernels(_run, *part, *weights)
+        _run(*part, *weights)
         for part in zip(x.split(tokens), expert_ids.split(tokens), expert_weights.split(tokens), strict=True)
     ]
     if any(part is None for part in parts):
@@ -231,9 +232,33 @@ def groups_on_device(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor)
 
 
 def _run(*arguments):
-    from . import experts_triton
+    for kernels in _kernels(*arguments):
+        out = dispatch.run_kernels(kernels.run, *arguments)
+        if out is not None:
+            return out
+    return None
 
-    return experts_triton.run(*arguments)
+
+def _kernels(x, *rest):
+    """The modules whose kernels take these, the fastest first."""
+    from . import experts_triton, triton_tools
+
+    gluon = _gluon() if triton_tools.is_hopper(x.device) else None
+    if gluon is not None and gluon.fits(x, *rest):
+        return gluon, experts_triton
+    return (experts_triton,)
+
+
+@functools.cache  # an import that fails is made anew every time
+def _gluon():
+    """The module for Hopper, or None."""
+
+    def load():
+        from . import experts_gluon
+
+        return experts_gluon
+
+    return dispatch.if_importable(load, "MXFP4 experts")
 
 
 def _rows(name):

@@ -454,6 +454,19 @@ def plan(expert_ids, experts: int, block_m: int):
     return order, tiles
 
 
+def plan_experts(expert_ids, experts: int, block_m: int, elsewhere: bool):
+    """`plan` of expert_ids [T, k], of which `elsewhere` those from `experts` on are another process's.
+
+    Pairs of these lie last and are nobody's tiles; their rows of the result stay 0.
+    """
+    ids = expert_ids.flatten()
+    if not elsewhere:
+        return plan(ids, experts, block_m)
+    order, tiles = plan(ids.clamp_max(experts), experts + 1, block_m)
+    tiles[0].masked_fill_(tiles[0] == experts, -1)
+    return order, tiles
+
+
 def in_unpacked_order(x):
     """x [T, D] with its columns as `unpack` orders them, and zeros up to a multiple of 64."""
     tokens, size = x.shape
@@ -469,11 +482,7 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     experts, width, packed = gate_up.shape[0], gate_up.shape[1] // 2, gate_up_scale is not None
     pairs = tokens * top_k
     block_m, parts = tile_size(pairs, experts, packed)
-    ids = expert_ids.flatten()
-    ids = ids.clamp_max(experts) if elsewhere else ids
-    order, tiles = plan(ids, experts + elsewhere, block_m * parts)
-    if elsewhere:  # pairs of other processes' experts lie last and are nobody's tiles; their rows of the result stay 0
-        tiles[0].masked_fill_(tiles[0] == experts, -1)
+    order, tiles = plan_experts(expert_ids, experts, block_m * parts, elsewhere)
     gate_up, down = gate_up.contiguous(), down.contiguous()
     x, routing = x.contiguous(), expert_weights.contiguous()
     if packed:

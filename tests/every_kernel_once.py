@@ -111,6 +111,7 @@ def results():
     for pairs in (2, 90, 700):
         yield (routed(pairs, packed=True),)
         yield (routed(pairs, packed=False),)
+    yield (routed(320, packed=True, size=256, width=384),)  # on Hopper groups of warps, tiles of every width
     for sizes in ((7, 3, 200), (5, 16, 1032)):
         yield (moved(*sizes),)
     yield (mla_decode.mla_decode(random(2, 3, 5, 64), random(2, 3, 5, 16), random(2, 77, 80), 0.1),)

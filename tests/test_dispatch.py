@@ -2,12 +2,13 @@
 
 import contextlib
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kimi_k3.kernels import dispatch, kda, kda_step, norms, short_conv, situ
+from kimi_k3.kernels import dispatch, experts, kda, kda_step, mla_decode, norms, short_conv, situ
 
 pytestmark = pytest.mark.one_release
 
@@ -194,3 +195,24 @@ def test_an_error_that_is_not_of_the_compiler_is_raised():
     with pytest.raises(torch.OutOfMemoryError):
         dispatch.run_kernels(out_of_memory)
     assert not dispatch._broken
+
+
+@pytest.mark.parametrize("operation", [mla_decode, experts])
+@pytest.mark.parametrize("release", ["without Gluon", "3.5.1", "with other names"])
+def test_another_triton_has_the_portable_kernels_alone(operation, release, monkeypatch, caplog):
+    """Found out once, and said: a step of every layer must not import in vain, nor a compilation fail."""
+    triton = pytest.importorskip("triton")
+    for name in ("mla_decode_gluon", "experts_gluon", "gluon_tools"):
+        monkeypatch.delitem(sys.modules, f"kimi_k3.kernels.{name}", raising=False)
+        monkeypatch.delattr(f"kimi_k3.kernels.{name}", raising=False)
+    if release == "without Gluon":
+        monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    elif release == "with other names":
+        hopper = pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+        monkeypatch.delattr(hopper, "warpgroup_mma")
+    else:
+        monkeypatch.setattr(triton, "__version__", release)
+    operation._gluon.cache_clear()
+    assert [operation._gluon() for _ in range(3)] == [None] * 3
+    assert operation._gluon.cache_info().misses == 1 and caplog.text.count("portable kernels") == 1
+    operation._gluon.cache_clear()

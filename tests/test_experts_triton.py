@@ -11,6 +11,7 @@ experts_triton = pytest.importorskip("kimi_k3.kernels.experts_triton")
 
 pytestmark = pytest.mark.one_release
 
+tools = experts_triton.tools
 decode_words, powers = experts_triton.decode_words, experts_triton.powers
 
 ON_GPU = torch.cuda.is_available()
@@ -162,3 +163,63 @@ def test_experts_of_another_process_add_nothing(packed, few, monkeypatch):
     assert rms_ratio(got, expected) < 1e-5
     of_torch = oracle(x, ids.clamp_max(4), weights, [part[:4] for part in wide], 3.0, 2.0)
     assert torch.equal(of_torch, expected)
+
+
+def ragged(counts, size, width, dtype):
+    """`make` for one expert a token, `counts[e]` tokens of expert e in any order."""
+    *arguments, wide = make(sum(counts), len(counts), 1, size, width, True, dtype)
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[torch.randperm(sum(counts))]
+    arguments[1] = ids[:, None].to(DEVICE)
+    return arguments, wide
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@torch.no_grad()
+def test_groups_of_warps_on_hopper(activation, monkeypatch):
+    """Experts of every number of pairs around the parts of a tile, blocks that the weights' rows do not fill."""
+    if not tools.is_hopper(DEVICE):
+        pytest.skip("needs compute capability 9")
+    gluon = experts._gluon() or pytest.skip("needs Gluon for Hopper")
+    taken, real, empty = [], gluon.run, torch.empty
+    monkeypatch.setattr(gluon, "run", lambda *arguments: taken.append(1) or real(*arguments))
+
+    def poisoned(*arguments, **options):
+        out = empty(*arguments, **options)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    arguments, wide = ragged([0, 1, 63, 64, 65, 159, 160, 161, 191, 192, 193, 400], 640, 384, torch.bfloat16)
+    got = experts.fused_experts(*arguments, *ACTIVATIONS[activation])
+    expected = oracle(*arguments[:3], wide, *ACTIVATIONS[activation])
+    for expert in range(1, 12):
+        rows = (arguments[1] == expert).flatten()
+        assert rms_ratio(got[rows], expected[rows]) < 5e-3
+    assert torch.equal(got, experts.fused_experts(*arguments, *ACTIVATIONS[activation]))
+    several = list(arguments)
+    several[1] = torch.rand(len(got), 20, device=DEVICE).topk(4).indices  # of 20 experts, those from 12 on elsewhere
+    several[2] = torch.rand(len(got), 4, device=DEVICE)
+    got = experts.fused_experts(*several, *ACTIVATIONS[activation], True)
+    expected = oracle(*several[:3], wide, *ACTIVATIONS[activation])
+    assert rms_ratio(got, expected) < 5e-3 and len(taken) == 3
+    several[5] = (several[5][0].clone(), several[5][1])
+    several[5][0][2, 5, 3] = 255  # a scale that is no number
+    hit = (several[1] == 2).any(1)
+    got = experts.fused_experts(*several, *ACTIVATIONS[activation], True)
+    assert got[hit].isnan().all() and torch.isfinite(got[~hit]).all()
+
+
+def test_what_goes_to_the_groups_of_warps():
+    """Many pairs of packed bfloat16 experts, columns in whole pairs of steps; the rest is the portable kernel's."""
+    gluon = experts._gluon() or pytest.skip("needs Gluon for Hopper")
+    arguments, _ = ragged([100, 60], 256, 128, torch.bfloat16)
+    x, ids, weights, gate_up, down, scales = arguments
+    rest = gate_up, down, *scales, 3.0, 2.0, False
+    assert gluon.fits(x, ids, weights, *rest)
+    assert (gluon in experts._kernels(x, ids, weights, *rest)) == tools.is_hopper(DEVICE)
+    assert not gluon.fits(x[:80], ids[:80], weights[:80], *rest)
+    assert not gluon.fits(x.half(), ids, weights, *rest)
+    assert not gluon.fits(x, ids, weights, gate_up, down, None, None, 3.0, 2.0, False)
+    assert not gluon.fits(x[:, :192], ids, weights, *rest)
+    assert not gluon.fits(x, ids, weights, gate_up, down[..., :32], *scales, 3.0, 2.0, False)
+    assert not gluon.fits(x, ids, weights, gate_up[:, ::2], down, *scales, 3.0, 2.0, False)
