@@ -497,7 +497,12 @@ class KimiK3Experts(nn.Module):
         parallel = getattr(self, "_is_expert_parallel", False)
         on_device = experts_op.groups_on_device(hidden_states, *weights)
         if on_device and not parallel and not torch.compiler.is_compiling():
-            return experts_op.sorted_experts(hidden_states, top_k_index, top_k_weights, *weights, self._apply_gate)
+            # Tensor parallelism cuts the width, and adds what every process makes of its part in this dtype.
+            cut = self.gate_up_proj.shape[1] < 2 * self.config.moe_intermediate_size
+            dtype = top_k_weights.dtype if cut else hidden_states.dtype
+            return experts_op.sorted_experts(
+                hidden_states, top_k_index, top_k_weights, *weights, self._apply_gate, dtype
+            )
         if torch.compiler.is_compiling() or on_device:
             return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         # unbind once: indexing a parameter for every expert would make a full-size gradient for each of them

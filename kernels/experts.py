@@ -95,6 +95,7 @@ def sorted_experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     activation: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`grouped_experts` on torch's grouped matrix product, for training: forward and backward wait for nothing.
 
@@ -105,10 +106,12 @@ def sorted_experts(
         x, expert_ids, expert_weights, activation: as there.
         gate_up: [E, 2M, D], gate rows first, of the dtype of `x`.
         down: [E, D, M].
+        dtype: of the result; None: that of `x`.
 
     Returns:
-        [T, D] in the dtype of `x`, rounded once from a float32 sum in the order of `expert_ids`.
+        [T, D], rounded once from a float32 sum in the order of `expert_ids`.
     """
+    dtype = x.dtype if dtype is None else dtype
     # A GPU sorts by digits: a quarter of an int64's passes.
     flat_ids = expert_ids.flatten().to(torch.int16 if len(gate_up) < 2**15 else torch.int32)
     sorted_ids, order = flat_ids.sort(stable=True)
@@ -117,11 +120,12 @@ def sorted_experts(
     experts = torch.arange(len(gate_up), device=x.device, dtype=flat_ids.dtype)
     ends = torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
     in_torch = x.numel() == 0 or dispatch.triton_refusal(x, expert_weights) is not None
-    spread, combine = (_Spread, _Combine) if in_torch else (_FusedSpread, _FusedCombine)
-    rows = spread.apply(x, order, inverse)
+    rows = (_Spread if in_torch else _FusedSpread).apply(x, order, inverse)
     hidden = activation(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
     rows = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
-    return combine.apply(rows, expert_weights, order, inverse).to(x.dtype)
+    if in_torch:
+        return _Combine.apply(rows, expert_weights, order, inverse).to(dtype)
+    return _FusedCombine.apply(rows, expert_weights, order, inverse, dtype).to(dtype)
 
 
 class _Spread(torch.autograd.Function):
@@ -165,11 +169,11 @@ class _FusedSpread(_Spread):
 
 
 class _FusedCombine(_Combine):
-    """`_Combine` in a Triton kernel each way, with sums rounded to the dtype of the rows."""
+    """`_Combine` in a Triton kernel each way, with sums rounded to `dtype`; where they do not run, in float32."""
 
     @staticmethod
-    def forward(ctx, rows, weights, order, inverse):
-        out = dispatch.run_kernels(_rows("combine"), rows, inverse, weights, rows.dtype)
+    def forward(ctx, rows, weights, order, inverse, dtype):
+        out = dispatch.run_kernels(_rows("combine"), rows, inverse, weights, dtype)
         if out is None:
             return _Combine.forward(ctx, rows, weights, order, inverse)
         ctx.save_for_backward(rows, weights, order, inverse)
@@ -180,7 +184,8 @@ class _FusedCombine(_Combine):
     def backward(ctx, grad):
         rows, weights, _, inverse = ctx.saved_tensors
         grads = dispatch.run_kernels(_rows("combine_backward"), grad, rows, inverse, weights)
-        return _Combine.backward(ctx, grad.to(weights.dtype)) if grads is None else (*grads, None, None)
+        grads = _Combine.backward(ctx, grad.to(weights.dtype))[:2] if grads is None else grads
+        return *grads, None, None, None
 
 
 def fused_experts(

@@ -78,7 +78,7 @@ def moved(tokens, top_k, size):
     inverse = order.argsort().view(tokens, top_k)
     rows = experts._FusedSpread.apply(random(tokens, size, grad=True), order, inverse)
     weights = random(tokens, top_k, dtype=torch.float32, grad=True)
-    return experts._FusedCombine.apply(rows, weights, order, inverse)
+    return experts._FusedCombine.apply(rows, weights, order, inverse, rows.dtype)
 
 
 def results():

@@ -86,6 +86,9 @@ def test_forward_and_backward(case, dtype, bound, poisoned, launched):
     seed = torch.randn(leaves[0].shape, device=DEVICE).to(dtype)
     got, again = results(leaves, ids, seed), results(leaves, ids, seed)
     assert launched == ["combine", "combine_backward", "combine"] * 2
+    x, weights, *matrices = leaves
+    wide = experts.sorted_experts(x, ids, weights, *matrices, activation, torch.float32)
+    assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), got[0])
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     halves = exact[2].unbind(0), exact[3].unbind(0)
     out = experts.grouped_experts(

@@ -130,6 +130,24 @@ def test_experts_that_train_on_a_gpu_have_the_same_gradients(monkeypatch):
 
 
 @torch.no_grad()
+def test_parts_of_experts_are_not_rounded_before_they_are_added(monkeypatch):
+    """Tensor parallelism sums what every process makes of its part of the width, in float32 (docs/distributed.md)."""
+    monkeypatch.setattr(experts_op, "groups_on_device", lambda *args: True)
+    experts = build(initializer_range=1.0).bfloat16().model.layers[1].block_sparse_moe.experts
+    inputs = torch.randn(9, 16).bfloat16(), torch.rand(9, 4).topk(2).indices, torch.rand(9, 2)
+    whole, total = experts(*inputs), 0
+    gate_up, down = experts.gate_up_proj.unflatten(1, (2, 2, 8)), experts.down_proj.unflatten(2, (2, 8))
+    for part in range(2):
+        experts.gate_up_proj = torch.nn.Parameter(gate_up[:, :, part].flatten(1, 2))
+        experts.down_proj = torch.nn.Parameter(down[:, :, part].contiguous())
+        found = experts(*inputs)
+        assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())
+        total = total + found
+    assert whole.dtype == torch.bfloat16
+    assert (total - whole).norm() < 2**-7 * whole.norm()
+
+
+@torch.no_grad()
 def test_forced_routing_takes_the_flips_of_near_ties_away():
     """Fault 102: router logits are reported, flips happen where their margin is small, and routing can be forced."""
     exact = build(initializer_range=0.3).double().eval()

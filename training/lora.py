@@ -166,7 +166,7 @@ class LoraExperts(nn.Module, LoraLayer):
                 self.scaling[name] /= scale
 
     def forward(self, hidden_states, top_k_index, top_k_weights, adapter_names: list[str] | None = None):
-        """As the base layer: [T, D], chosen experts [T, k] and their weights [T, k] -> [T, D] float32."""
+        """As the base layer: [T, D], chosen experts [T, k] and their weights [T, k] -> [T, D]."""
         if adapter_names is not None:  # peft's argument for another adapter in each row
             raise ValueError("adapter_names: routed experts have one choice of adapters for all rows of a batch")
         if self.disable_adapters and self.merged:
