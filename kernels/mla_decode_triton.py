@@ -40,7 +40,7 @@ def decode_kernel(
     """One split of the keys for BM pairs of token and head: the mean of latents, and log2 of the softmax's sum."""
     i_b, i_s, splits = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     r = tl.program_id(0) * BM + tl.arange(0, BM)
-    t, h = r // H, r % H
+    t, h = r // H, (r % H).to(tl.int64)  # a head of many rows of many tokens is far from the next
     c, p, n = tl.arange(0, BR), tl.arange(0, BP), tl.arange(0, BN)
     in_r, in_c, in_p = (r < T * H)[:, None], (c < R)[None, :], (p < P)[None, :]
     q_at = query + i_b * batch_q + t * token_q + h * head_q
@@ -126,7 +126,7 @@ def merge_kernel(
         acc += share[:, None] * tl.load(part + places, mask=inside[:, None] & (c < R)[None, :], other=0.0)
     total = tl.sum(totals, axis=0)
     result = tl.sum(acc, axis=0) / tl.where(total == 0.0, 1.0, total)
-    out += i_b * batch_o + row // H * token_o + row % H * head_o
+    out += i_b * batch_o + row // H * token_o + (row % H).to(tl.int64) * head_o
     tl.store(out + c, result.to(out.dtype.element_ty), mask=c < R)
 
 

@@ -148,6 +148,27 @@ def test_strided_inputs_and_large_scores():
     assert rms_ratio(mla_decode.mla_decode(*inputs, SCALE), reference(*inputs)) < 1e-3
 
 
+@pytest.mark.skipif(ON_GPU, reason="takes 8 GB there; a file with holes stands in for them here")
+def test_heads_further_apart_than_32_bits_count(tmp_path):
+    """44 thousand tokens of K3's heads and latents side by side, as a batch of 700 with 64 new tokens has."""
+    query, query_rope, latents = make(1, 2, 3, 20, 16, 0)
+    apart, strides = 2**30, (32, 16, 2**30, 1)
+
+    def far(name):
+        (tmp_path / name).touch()
+        numbers = torch.from_file(str(tmp_path / name), shared=True, size=2 * apart + 32, dtype=torch.float32)
+        (tmp_path / name).unlink()
+        return numbers.as_strided(query.shape, strides)
+
+    queries, out = far("query").copy_(query), far("out")
+    expected = kernels.run(query, query_rope, latents, SCALE, None, None)
+    assert torch.equal(kernels.run(queries, query_rope, latents, SCALE, None, None), expected)
+    part, log2_sum = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 2)
+    sizes = 2, 6, *strides[:3], 3, 16, 16, 2, tools.USE_PTX
+    kernels.merge_kernel[(6, 1, 1)](part, log2_sum, out, *sizes)
+    torch.testing.assert_close(out.contiguous(), kernels.merged(part, log2_sum, query))
+
+
 def test_splits_are_a_function_of_shapes():
     """As many as fill the device once, at least one, never more than there are tiles."""
     assert kernels.count_splits(2, 4096, 132) == 66
