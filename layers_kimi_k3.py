@@ -494,7 +494,7 @@ class KimiK3Experts(nn.Module):
         if out is not None:
             return out
         # Expert parallelism marks the tokens of other processes with numbers past the last expert.
-        parallel = getattr(self, "_is_expert_parallel", False)
+        parallel = self.num_experts < self.config.num_experts
         on_device = experts_op.groups_on_device(hidden_states, *weights)
         if on_device and not parallel and not torch.compiler.is_compiling():
             # Tensor parallelism cuts the width, and adds what every process makes of its part in this dtype.

@@ -129,6 +129,26 @@ def test_experts_that_train_on_a_gpu_have_the_same_gradients(monkeypatch):
         torch.testing.assert_close(grads[1][name], grad, atol=1e-6, rtol=1e-4, msg=name)
 
 
+def test_experts_of_another_process_add_nothing_in_training_on_a_gpu(monkeypatch):
+    """Their pairs are in no group of the product, which leaves what it does not compute as it was."""
+    monkeypatch.setattr(experts_op, "groups_on_device", lambda *args: True)
+    experts = build(initializer_range=1.0).model.layers[1].block_sparse_moe.experts
+    x, ids, weights = torch.randn(9, 16, requires_grad=True), torch.rand(9, 4).topk(2).indices, torch.rand(9, 2)
+    whole, parts, matrices = experts(x, ids, weights), [], (experts.gate_up_proj.data, experts.down_proj.data)
+    experts.num_experts = 2  # as the styles of expert parallelism do, ours and those of newer releases
+    if hasattr(experts, "_is_expert_parallel"):
+        experts._is_expert_parallel = True
+    for rank in range(2):
+        experts.gate_up_proj, experts.down_proj = (torch.nn.Parameter(m[2 * rank : 2 * rank + 2]) for m in matrices)
+        elsewhere = ids // 2 != rank
+        dirty = [torch.full((18, size), float("nan")) for size in (16, 32) for _ in range(50)]
+        del dirty  # memory that the product gets
+        parts.append(experts(x, torch.where(elsewhere, 2, ids % 2), weights.masked_fill(elsewhere, 0.0)))
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-5)
+    (expected,), (got,) = torch.autograd.grad(whole.sum(), x), torch.autograd.grad(sum(parts).sum(), x)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 @torch.no_grad()
 def test_parts_of_experts_are_not_rounded_before_they_are_added(monkeypatch):
     """Tensor parallelism sums what every process makes of its part of the width, in float32 (docs/distributed.md)."""
