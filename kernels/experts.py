@@ -248,22 +248,20 @@ def _kernels(x, *rest):
     """The modules whose kernels take these, the fastest first."""
     from . import experts_triton, triton_tools
 
-    gluon = _gluon() if triton_tools.is_hopper(x.device) else None
-    if gluon is not None and gluon.fits(x, *rest):
-        return gluon, experts_triton
-    return (experts_triton,)
+    gluon = _gluon() if triton_tools.is_hopper(x.device) else ()
+    return (*(module for module in gluon if module.fits(x, *rest)), experts_triton)
 
 
 @functools.cache  # an import that fails is made anew every time
 def _gluon():
-    """The module for Hopper, or None."""
+    """The modules for Hopper, for few and for many rows an expert; none where they do not import."""
 
     def load():
-        from . import experts_gluon
+        from . import experts_few_gluon, experts_gluon
 
-        return experts_gluon
+        return experts_few_gluon, experts_gluon
 
-    return dispatch.if_importable(load, "MXFP4 experts")
+    return dispatch.if_importable(load, "MXFP4 experts") or ()
 
 
 def _rows(name):

@@ -47,15 +47,29 @@ REGISTERS = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
 PIECES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 
 
+@triton.jit
+def lane_order(x, BM: tl.constexpr, BN: tl.constexpr):
+    """x [BM, BN] with its columns, in blocks of 128, as lanes with four neighbouring words each multiply them.
+
+    Codes j and j + 4 of a word become neighbours, then come its other codes, the four lanes, and their words.
+    """
+    x = tl.permute(tl.reshape(x, (BM, BN // 128, 4, 4, 2, 4)), (0, 1, 3, 2, 5, 4))  # word, lane, number, half
+    return tl.reshape(x, (BM, BN))
+
+
 @triton.jit(do_not_specialize=["pairs"])
-def spread_kernel(x, order, spread, pairs, D: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Rows of x [T, D] for the sorted pairs, their columns in the order of `unpacked_order`."""
+def spread_kernel(
+    x, order, spread, pairs,
+    D: tl.constexpr, TOP_K: tl.constexpr, LANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Rows of x [T, D] for the sorted pairs, their columns in the order of `lane_order` or of `unpacked_order`."""
     place = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     real = (place < pairs)[:, None] & (c < D)
     token = tl.load(order + place, mask=place < pairs, other=0).to(tl.int64) // TOP_K
     value = tl.load(x + token[:, None] * D + c, mask=real, other=0.0)
-    tl.store(spread + place[:, None].to(tl.int64) * D + c, unpacked_order(value, BM, BN), mask=real)
+    value = lane_order(value, BM, BN) if LANES else unpacked_order(value, BM, BN)
+    tl.store(spread + place[:, None].to(tl.int64) * D + c, value, mask=real)
 
 
 @gluon.jit
@@ -339,15 +353,31 @@ def fits(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale
 
     On a Hopper GPU, which the caller knows.
     """
-    if gate_up_scale is None or x.dtype != torch.bfloat16:
-        return False
-    columns, weights = 2 * STEP.value, (gate_up, down, gate_up_scale, down_scale)
+    many = portable.tile_size(expert_ids.numel(), len(gate_up), True)[1] > 1
     return (
-        portable.tile_size(expert_ids.numel(), len(gate_up), True)[1] > 1
-        and x.shape[1] % columns == 0 == down.shape[2] * 2 % columns
-        and all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights)
+        many
+        and aligned(x, gate_up, down, gate_up_scale, down_scale, columns=2 * STEP.value)
         and max(gate_up.numel(), down.numel()) < 2**34  # words of 64 bits are counted in 32
     )
+
+
+def aligned(x, gate_up, down, gate_up_scale, down_scale, columns: int) -> bool:
+    """Whether x is bfloat16 and the weights are packed, in whole blocks of `columns`, and lie as bulk copies want."""
+    if gate_up_scale is None or x.dtype != torch.bfloat16:
+        return False
+    weights = gate_up, down, gate_up_scale, down_scale
+    return x.shape[1] % columns == 0 == down.shape[2] * 2 % columns and all(
+        w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights
+    )
+
+
+def spread_rows(x, order, pairs: int, top_k: int, lanes: bool):
+    """Rows of x [T, D] for the sorted pairs, in one of the orders of `spread_kernel`."""
+    size = x.shape[1]
+    spread = torch.empty(pairs, size, device=x.device, dtype=x.dtype)
+    grid = (tools.cdiv(pairs, 16), tools.cdiv(size, 256))
+    spread_kernel[grid](x.contiguous(), order, spread, pairs, size, top_k, lanes, 16, 256, num_warps=4)
+    return spread
 
 
 def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale, beta, linear_beta, elsewhere):
@@ -355,9 +385,7 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     (tokens, size), top_k = x.shape, expert_ids.shape[1]
     pairs, (experts, width) = tokens * top_k, (gate_up.shape[0], gate_up.shape[1] // 2)
     order, tiles = portable.plan_experts(expert_ids, experts, WIDE.value + NARROW.value, elsewhere)
-    spread = torch.empty(pairs, size, device=x.device, dtype=x.dtype)
-    grid = (tools.cdiv(pairs, 16), tools.cdiv(size, 256))
-    spread_kernel[grid](x.contiguous(), order, spread, pairs, size, top_k, 16, 256, num_warps=4)
+    spread = spread_rows(x, order, pairs, top_k, lanes=False)
     h = torch.empty(pairs, width, device=x.device, dtype=x.dtype)
     y = (torch.zeros if elsewhere else torch.empty)(pairs, size, device=x.device, dtype=torch.float32)
     count, rest = tiles.shape[1], (order, expert_weights.contiguous())

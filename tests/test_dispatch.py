@@ -202,7 +202,7 @@ def test_an_error_that_is_not_of_the_compiler_is_raised():
 def test_another_triton_has_the_portable_kernels_alone(operation, release, monkeypatch, caplog):
     """Found out once, and said: a step of every layer must not import in vain, nor a compilation fail."""
     triton = pytest.importorskip("triton")
-    for name in ("mla_decode_gluon", "experts_gluon", "gluon_tools"):
+    for name in ("mla_decode_gluon", "experts_few_gluon", "experts_gluon", "gluon_tools"):
         monkeypatch.delitem(sys.modules, f"kimi_k3.kernels.{name}", raising=False)
         monkeypatch.delattr(f"kimi_k3.kernels.{name}", raising=False)
     if release == "without Gluon":
@@ -213,6 +213,6 @@ def test_another_triton_has_the_portable_kernels_alone(operation, release, monke
     else:
         monkeypatch.setattr(triton, "__version__", release)
     operation._gluon.cache_clear()
-    assert [operation._gluon() for _ in range(3)] == [None] * 3
+    assert not any(operation._gluon() for _ in range(3))
     assert operation._gluon.cache_info().misses == 1 and caplog.text.count("portable kernels") == 1
     operation._gluon.cache_clear()

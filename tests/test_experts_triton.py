@@ -173,14 +173,24 @@ def ragged(counts, size, width, dtype):
     return arguments, wide
 
 
+# Modules of `_gluon`, pairs of 12 experts around the sizes of tiles, widths, and tokens that take four experts each.
+HOPPER = {
+    "tiles of 8": (0, [0, 1, 2, 7, 8, 9, 3, 1, 4, 0, 5, 6], 1024, 512, 30),
+    "tiles of 16": (0, [0, 1, 2, 15, 16, 17, 33, 8, 9, 3, 14, 31], 512, 1536, 45),
+    "parts": (1, [0, 1, 63, 64, 65, 159, 160, 161, 191, 192, 193, 400], 640, 384, 1600),
+}
+
+
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @torch.no_grad()
-def test_groups_of_warps_on_hopper(activation, monkeypatch):
+def test_groups_of_warps_on_hopper(activation, case, monkeypatch):
     """Experts of every number of pairs around the parts of a tile, blocks that the weights' rows do not fill."""
     if not tools.is_hopper(DEVICE):
         pytest.skip("needs compute capability 9")
-    gluon = experts._gluon() or pytest.skip("needs Gluon for Hopper")
+    module, counts, size, width, tokens = case
+    gluon = experts._gluon()[module] if experts._gluon() else pytest.skip("needs Gluon for Hopper")
     taken, real, empty = [], gluon.run, torch.empty
     monkeypatch.setattr(gluon, "run", lambda *arguments: taken.append(1) or real(*arguments))
 
@@ -189,37 +199,50 @@ def test_groups_of_warps_on_hopper(activation, monkeypatch):
         return out.fill_(float("nan")) if out.is_floating_point() else out
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    arguments, wide = ragged([0, 1, 63, 64, 65, 159, 160, 161, 191, 192, 193, 400], 640, 384, torch.bfloat16)
-    got = experts.fused_experts(*arguments, *ACTIVATIONS[activation])
-    expected = oracle(*arguments[:3], wide, *ACTIVATIONS[activation])
+    arguments, wide = ragged(counts, size, width, torch.bfloat16)
+    beta = ACTIVATIONS[activation]
+    got = experts.fused_experts(*arguments, *beta)
+    expected = oracle(*arguments[:3], wide, *beta)
     for expert in range(1, 12):
         rows = (arguments[1] == expert).flatten()
-        assert rms_ratio(got[rows], expected[rows]) < 5e-3
-    assert torch.equal(got, experts.fused_experts(*arguments, *ACTIVATIONS[activation]))
-    several = list(arguments)
-    several[1] = torch.rand(len(got), 20, device=DEVICE).topk(4).indices  # of 20 experts, those from 12 on elsewhere
-    several[2] = torch.rand(len(got), 4, device=DEVICE)
-    got = experts.fused_experts(*several, *ACTIVATIONS[activation], True)
-    expected = oracle(*several[:3], wide, *ACTIVATIONS[activation])
-    assert rms_ratio(got, expected) < 5e-3 and len(taken) == 3
+        assert rms_ratio(got[rows], expected[rows]) < 5e-3 or not rows.any()
+    assert torch.equal(got, experts.fused_experts(*arguments, *beta))
+    larger = (arguments[5][0], arguments[5][1].clone())
+    larger[1][4] += 20  # beyond a scale of 1
+    assert larger[1][4].max() > 127
+    rows = (arguments[1] == 4).flatten()
+    again = experts.fused_experts(*arguments[:5], larger, *beta)
+    assert torch.equal(again[rows], got[rows] * 2**20) and torch.equal(again[~rows], got[~rows])
+    several = [arguments[0][:tokens], *arguments[1:]]
+    tokens = len(several[0])
+    several[1] = torch.rand(tokens, 20, device=DEVICE).topk(4).indices  # of 20 experts, those from 12 on elsewhere
+    several[2] = torch.rand(tokens, 4, device=DEVICE)
+    got = experts.fused_experts(*several, *beta, True)
+    expected = oracle(*several[:3], wide, *beta)
+    assert rms_ratio(got, expected) < 5e-3 and len(taken) == 4
     several[5] = (several[5][0].clone(), several[5][1])
     several[5][0][2, 5, 3] = 255  # a scale that is no number
     hit = (several[1] == 2).any(1)
-    got = experts.fused_experts(*several, *ACTIVATIONS[activation], True)
+    got = experts.fused_experts(*several, *beta, True)
     assert got[hit].isnan().all() and torch.isfinite(got[~hit]).all()
 
 
 def test_what_goes_to_the_groups_of_warps():
-    """Many pairs of packed bfloat16 experts, columns in whole pairs of steps; the rest is the portable kernel's."""
-    gluon = experts._gluon() or pytest.skip("needs Gluon for Hopper")
-    arguments, _ = ragged([100, 60], 256, 128, torch.bfloat16)
+    """Few or many pairs of packed bfloat16 experts, columns in whole steps; the rest is the portable kernel's."""
+    few, many = experts._gluon() or pytest.skip("needs Gluon for Hopper")
+    arguments, _ = ragged([100, 60], 512, 512, torch.bfloat16)
     x, ids, weights, gate_up, down, scales = arguments
     rest = gate_up, down, *scales, 3.0, 2.0, False
-    assert gluon.fits(x, ids, weights, *rest)
-    assert (gluon in experts._kernels(x, ids, weights, *rest)) == tools.is_hopper(DEVICE)
-    assert not gluon.fits(x[:80], ids[:80], weights[:80], *rest)
-    assert not gluon.fits(x.half(), ids, weights, *rest)
-    assert not gluon.fits(x, ids, weights, gate_up, down, None, None, 3.0, 2.0, False)
-    assert not gluon.fits(x[:, :192], ids, weights, *rest)
-    assert not gluon.fits(x, ids, weights, gate_up, down[..., :32], *scales, 3.0, 2.0, False)
-    assert not gluon.fits(x, ids, weights, gate_up[:, ::2], down, *scales, 3.0, 2.0, False)
+    cut = x[:32], ids[:32], weights[:32]
+    for gluon, other, own in ((many, few, (x, ids, weights)), (few, many, cut)):
+        assert gluon.fits(*own, *rest) and not other.fits(*own, *rest)
+        taken = (gluon,) if tools.is_hopper(DEVICE) else ()
+        assert experts._kernels(*own, *rest) == (*taken, experts_triton)
+        assert not gluon.fits(own[0].half(), *own[1:], *rest)
+        assert not gluon.fits(*own, gate_up, down, None, None, 3.0, 2.0, False)
+        assert not gluon.fits(own[0][:, :448], *own[1:], *rest)
+        assert not gluon.fits(*own, gate_up, down[..., :32], *scales, 3.0, 2.0, False)
+        assert not gluon.fits(*own, gate_up[:, ::2], down, *scales, 3.0, 2.0, False)
+    assert not any(gluon.fits(x[:33], ids[:33], weights[:33], *rest) for gluon in (few, many))
+    narrow = x[:32, :384], ids[:32], weights[:32]
+    assert not few.fits(*narrow, *rest) and few.pairs_of_tile(8, 2) == 8 and few.pairs_of_tile(9, 2) == 16
