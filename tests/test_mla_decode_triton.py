@@ -82,6 +82,7 @@ def test_the_reference_is_eager_attention_over_expanded_keys(tokens):
 def test_causal_over_every_key(tokens, sizes, dtype, bound):
     heads, rank, rope = SIZES[sizes]
     inputs = make(2, tokens, heads, 90, rank, rope, dtype)
+    assert mla_decode.is_fused(inputs[0].transpose(1, 2), inputs[2], rope)
     got = mla_decode.mla_decode(*inputs, SCALE)
     assert got.dtype == dtype and got.shape == inputs[0].shape
     assert rms_ratio(got, reference(*inputs)) < bound

@@ -253,3 +253,25 @@ def test_sorted_experts_have_the_values_and_gradients_of_grouped_experts(dtype, 
         ("out", "x", "gate_up", "down", "weights"), (ours, *found), (theirs, *expected), strict=True
     ):
         assert (got - want).norm() / want.norm() < bound, name
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped matrix product")
+@pytest.mark.parametrize("count", [2**15 - 1, 2**15, 2**15 + 9])
+def test_sorted_experts_take_more_experts_than_16_bits_count(count, monkeypatch):
+    """The groups' ends only grow: products on a GPU run side by side."""
+    ends, grouped_mm = [], torch.nn.functional.grouped_mm
+    monkeypatch.setattr(
+        torch.nn.functional, "grouped_mm", lambda *operands, offs: ends.append(offs) or grouped_mm(*operands, offs=offs)
+    )
+    torch.manual_seed(0)
+    gate_up, down = torch.rand(count, 16, 8).bfloat16(), torch.rand(count, 8, 8).bfloat16()
+    ids = torch.tensor([[count - 1, 0], [3, count - 2], [count - 1, 7]])
+    arguments = torch.rand(3, 8).bfloat16(), ids, torch.rand(3, 2)
+
+    def activation(h):
+        return situ.swiglu(h, None)
+
+    ours = experts.sorted_experts(*arguments, gate_up, down, activation)
+    theirs = experts.grouped_experts(*arguments, count, lambda e: (gate_up[e], down[e]), activation)
+    torch.testing.assert_close(ours.float(), theirs, rtol=1e-2, atol=1e-2)
+    assert (ends[0].diff() >= 0).all() and ends[0][-1] == ids.numel()

@@ -284,7 +284,11 @@ def test_prefetch_brings_a_prefix_up(tmp_path):
     check(cache, tokens(30))
     cache.close()
     cache = make(folder=tmp_path, disk_bytes=1 << 30)
-    assert cache.prefetch(row(tokens(30))).result() == 29
+    ids = row(tokens(30))
+    with cache._lock:  # the thread has to wait, and the caller's tensor may be another prompt by then
+        prefetched = cache.prefetch(ids)
+        ids.fill_(1)
+    assert prefetched.result() == 29
     read = cache.stats()["tiers"]["disk"]["read_bytes"]
     assert read > 0 and check(cache, tokens(30)) == 29
     assert cache.stats()["tiers"]["disk"]["read_bytes"] == read

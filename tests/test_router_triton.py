@@ -6,6 +6,7 @@ import torch
 from kimi_k3.kernels import dispatch, router
 
 pytest.importorskip("triton")
+router_triton = pytest.importorskip("kimi_k3.kernels.router_triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -54,6 +55,10 @@ def test_not_a_number_stays_one_and_names_experts_that_exist(monkeypatch):
 def test_gradients(sizes, renormalize, monkeypatch):
     """Logits of experts that were not chosen have a gradient of zero."""
     tokens, experts, top_k = sizes
+    launched, run = [], dispatch.run_kernels
+    monkeypatch.setattr(
+        dispatch, "run_kernels", lambda function, *rest: launched.append(function) or run(function, *rest)
+    )
     torch.manual_seed(1)
     logits, bias = torch.randn(tokens, 2 * experts, device=DEVICE)[:, :experts] * 3, torch.randn(experts, device=DEVICE)
     seed, found = torch.randn(tokens, experts, device=DEVICE), []
@@ -62,9 +67,13 @@ def test_gradients(sizes, renormalize, monkeypatch):
         leaf = convert(logits).detach().requires_grad_()
         chosen, weights = router.choose_experts(leaf, convert(bias), top_k, renormalize, 2.5)
         assert not chosen.requires_grad and (weights.grad_fn.name() == "_ChooseBackward") == (refusal is None)
-        found.append(torch.autograd.grad((weights * seed.gather(-1, chosen)).sum(), leaf)[0])
+        found.append(torch.autograd.grad((weights * seed.gather(-1, chosen)).sum(), leaf, retain_graph=True)[0])
         assert found[-1].dtype == leaf.dtype and not found[-1].scatter(-1, chosen, 0.0).any()
-    torch.testing.assert_close(found[0].double(), found[1], rtol=1e-4, atol=1e-6)
+        columns = seed.gather(-1, chosen).to(leaf.dtype).t().contiguous().t()
+        found.append(torch.autograd.grad(weights, leaf, columns)[0])
+    assert launched[1:] == [router_triton.backward] * 2
+    torch.testing.assert_close(found[0].double(), found[2], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found[1].double(), found[3], rtol=1e-4, atol=1e-6)
 
 
 def test_a_backward_kernel_that_does_not_compile_leaves_the_reference(monkeypatch):
