@@ -9,6 +9,7 @@ in any case, to give the first logits), at the end of a turn, and where a text w
     output = cache.generate(input_ids, max_new_tokens=100)
 """
 
+import functools
 import hashlib
 import itertools
 import os
@@ -597,11 +598,21 @@ class PrefixCache:
         self.disk.adopt((segment.key, kind), size, self._flops_without(segment, kind))
 
 
+@functools.cache
+def _code_digest() -> str:
+    """Of the package's files that compute: another version of them may round elsewhere."""
+    root, digest = Path(__file__).parent.parent, hashlib.sha256()
+    for file in sorted([*root.glob("*_kimi_k3.py"), *root.glob("kernels/*.py")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def numerics_fingerprint(model: torch.nn.Module) -> str:
     """Hex digest of the model and of all that rounding depends on: what differs in it never shares a prefix."""
     device = model.device
     settings = (
         model.config._attn_implementation,
+        _code_digest(),
         torch.__version__,
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {torch.get_num_threads()}",
         os.environ.get("KIMI_K3_TRITON"),

@@ -1,5 +1,6 @@
 """The prefix cache: a hit is a cold run split at the same boundaries, to the last bit, whatever happened before."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -105,6 +106,19 @@ def test_a_shared_prefix_is_kept_when_it_is_seen_a_second_time():
     assert check(cache, system + tokens(20, 1)) == 0
     assert check(cache, system + tokens(20, 2)) == 0
     assert check(cache, system + tokens(20, 3)) == 48  # whole blocks of 4
+
+
+def test_another_version_of_the_code_starts_afresh(tmp_path, monkeypatch):
+    """Its kernels may round elsewhere: files of this one are no exact prefix for it, and stay for who has it."""
+    prompt, options = tokens(20), dict(folder=tmp_path, disk_bytes=1 << 30)
+    with contextlib.closing(make(**options)) as cache:
+        assert check(cache, prompt) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix_cache, "_code_digest", lambda: "another")
+        with contextlib.closing(make(**options)) as cache:
+            assert check(cache, prompt) == 0
+    with contextlib.closing(make(**options)) as cache:
+        assert check(cache, prompt) == 19
 
 
 def counting(forward, lengths):
