@@ -164,20 +164,25 @@ def right_group(
     sums, top, total, pairs, final = begin(lefts, rights, ropes, barriers, 1, first, last, end)
     for i in range(pairs):
         phase, start, more = i & 1, first + 128 * i, i + 1 < pairs
+        # The first tile before the own one is looked at: so its place is loaded anew half a round before the other's.
+        mbarrier.wait(barriers.index(WEIGHTS), phase)
+        mbarrier.wait(barriers.index(RIGHT), phase)
+        top_0 = numbers.index(0).load(ROW)
+        kept = gl.exp2(top - finite(top_0))
+        total *= kept
+        sums = mma(weights, rights.index(0), scaled(sums, kept), is_async=True)
+        sums = mma_wait(0, deps=[sums])
+        synchronize()
+        mbarrier.arrive(barriers.index(READ))
+        row = row_0 + gl.minimum(start + 128, final)
+        fetch_right(latents, row, rights.index(0), barriers.index(RIGHT), more)
         row, halves = gl.minimum(start + 64, final), (lefts.index(1), rights.index(1))
         s = scored(queries, halves, ropes.index(1), barriers, 1, phase, row, start + 64, last)
-        top_1 = gl.max(s, 1) * scale
-        mbarrier.wait(barriers.index(WEIGHTS), phase)
-        top_0 = numbers.index(0).load(ROW)
-        kept_0 = gl.exp2(top - finite(top_0))
-        mbarrier.wait(barriers.index(RIGHT), phase)
-        # The first tile's product runs while the weights of the second are made.
-        running = mma(weights, rights.index(0), scaled(sums, kept_0), is_async=True)
-        top = gl.maximum(top_0, top_1)
+        top = gl.maximum(top_0, gl.max(s, 1) * scale)
         base = finite(top)
         weight = gl.exp2(s * scale - base[:, None])
-        kept_1 = gl.exp2(top_0 - base)
-        total = total * (kept_0 * kept_1) + gl.sum(weight, 1)
+        kept = gl.exp2(top_0 - base)
+        total = total * kept + gl.sum(weight, 1)
         rounded = weight.to(weights.dtype)
         synchronize()  # every warp has read the rope part that the weights lie over
         ropes.index(1).store(rounded)
@@ -187,12 +192,7 @@ def right_group(
         mbarrier.arrive(barriers.index(WEIGHTS + 1))
         # From registers: the other group loads new latents over what lies in shared memory.
         rounded = gl.convert_layout(rounded, gl.DotOperandLayout(0, SUMS, 2))
-        sums = mma_wait(0, deps=[running])
-        synchronize()
-        mbarrier.arrive(barriers.index(READ))
-        row = row_0 + gl.minimum(start + 128, final)
-        fetch_right(latents, row, rights.index(0), barriers.index(RIGHT), more)
-        sums = mma(rounded, rights.index(1), scaled(sums, kept_1), is_async=True)
+        sums = mma(rounded, rights.index(1), scaled(sums, kept), is_async=True)
         sums = mma_wait(0, deps=[sums])
         synchronize()
         row = row_0 + gl.minimum(start + 192, final)
