@@ -11,6 +11,7 @@ from .kernels/cross_entropy import
 from .kernels/dispatch import
 from .kernels/expert_rows_triton import
 from .kernels/experts import
+from .kernels/experts_few_gluon import
 from .kernels/experts_gluon import
 from .kernels/experts_triton import
 from .kernels/gluon_tools import

@@ -4,8 +4,8 @@ As `experts_triton`, whose plan and tiles these are (docs/kernels.md). Every wei
 many bytes are on their way and how many instructions a code takes. One warp asks for the weights, scales and
 activations of several steps, and of the next tile, by bulk copies; the others take codes apart and multiply.
 
-A program takes two halves of `HALF` rows of weights, gate and up or neighbours of down, against up to 8 or 16 pairs of
-one expert. Its warps share the rows, and the four blocks of 128 columns of a step, whose sums are added in the end. A
+A program takes two halves of `HALF` rows of weights, gate and up or neighbours of down, against up to 8 pairs of one
+expert. Its warps share the rows, and the four blocks of 128 columns of a step, whose sums are added in the end. A
 lane has the 32 columns of one scale of a block, four words of eight codes, and the activations lie in the order in
 which the words of the lanes come apart (`lane_order`).
 """
@@ -23,12 +23,12 @@ fence, load, synchronize = hopper.fence, hopper.load, hopper.synchronize
 activation, following, tile_of = portable.activation, many.following, many.tile_of
 
 # Warps that share the rows of a half, tiles of 8 rows of it a warp, programs a multiprocessor.
-ROW_WARPS, TILES, PROGRAMS = 4, 2, 1
+ROW_WARPS, TILES, PROGRAMS = 2, 2, 2
 WARPS, HALF = 4 * ROW_WARPS, gl.constexpr(8 * ROW_WARPS * TILES)
-# Columns of a step: a scale's 16 bytes are the least that a bulk copy takes of a row.
-STEP = gl.constexpr(512)
-# Shared memory of a multiprocessor for steps on their way; registers of a thread before the loading warp gives its own.
-SHARED_BYTES = 200 * 1024
+# Pairs of a tile; columns of a step, whose scales' 16 bytes a row are the least that a bulk copy takes; steps on their
+# way, 25 KB each.
+PAIRS, STEP, STAGES = (gl.constexpr(n) for n in (8, 512, 4))
+# Of a thread, before the loading warp gives its own.
 REGISTERS = 65536 // (PROGRAMS * 32 * (WARPS + 4)) // 8 * 8
 WORDS_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 SCALES_SHARED = gl.constexpr(gl.NVMMASharedLayout(0, 8, 2))
@@ -56,27 +56,23 @@ WORDS = _layout([HALF.value, 64], [[0, 1], [0, 2]], [0, 4], [1, 0], [8, 0], [0, 
 SCALES = _layout([HALF.value, 16], [], [0, 1], [1, 0], [8, 0], [0, 4])
 SUMS = _layout([HALF.value, 4, 2], [[0, 0, 1]], [0, 1, 0], [1, 0, 0], [8, 0, 0], [0, 0, 0])
 # [pairs, 4 blocks of 4 words of 4 lanes of 4 times 2 numbers]
-_OF_LANE = [[0, 1], [0, 2], [0, 16], [0, 32]]
-EIGHT = _layout([8, 256], _OF_LANE, [0, 4], [1, 0], [0, 0], [0, 64])
-SIXTEEN = _layout([16, 256], [*_OF_LANE, [8, 0]], [0, 4], [1, 0], [0, 0], [0, 64])
+ACTIVATIONS = _layout([8, 256], [[0, 1], [0, 2], [0, 16], [0, 32]], [0, 4], [1, 0], [0, 0], [0, 64])
 
 
-def _product(pairs):
-    """PTX of a warp's product of 16 rows of weights by 128 columns and `pairs` of activations, and its constraints.
+def _product():
+    """PTX of a warp's product of 16 rows of weights by 128 columns and 8 pairs of activations, and its constraints.
 
-    Operands: the new sums; words of a lane's first and of its second row; the two bytes of their scales; activations of
-    8 pairs, by words; sums. As in `decode_words` a code becomes its value times 2^-126, and one factor completes it:
+    Operands: the new sums; words of a lane's first and of its second row; the two bytes of their scales; activations by
+    words; sums. As in `decode_words` a code becomes its value times 2^-126, and one factor completes it:
     2^(byte - 1) for bytes up to 127, a scale of 1. Greater ones, rare enough for a branch of the warp, bring 2^128
     more, as two factors, or NaN.
     """
-    sums = pairs // 2
-    first, second, scales, x = sums, sums + 4, sums + 8, sums + 10
-    old = x + 2 * pairs
+    first, second, scales, x, old = 4, 8, 12, 14, 30
     lines = [
         "{ .reg .b32 z, h, k, p<2>, q<2>, m<8>; .reg .pred large, nan;",
-        f".reg .f32 c<{sums}>;",
+        ".reg .f32 c<4>;",
         "mov.b32 z, 0x80008000;",
-        *(f"mov.f32 c{i}, ${old + i};" for i in range(sums)),
+        *(f"mov.f32 c{i}, ${old + i};" for i in range(4)),
     ]
     for row in range(2):
         lines += [
@@ -106,10 +102,8 @@ def _product(pairs):
                         yield f"fma.rn.bf16x2 {m[i]}, {m[i]}, q{row}, z;"
             for i in range(0, 4, 2):
                 a = f"{{m{i}, m{4 + i}, m{i + 1}, m{5 + i}}}"
-                for part in range(pairs // 8):
-                    b = x + 16 * part + 4 * word + i
-                    c = "{" + ", ".join(f"c{4 * part + j}" for j in range(4)) + "}"
-                    yield f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {c}, {a}, {{${b}, ${b + 1}}}, {c};"
+                b, c = x + 4 * word + i, "{c0, c1, c2, c3}"
+                yield f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {c}, {a}, {{${b}, ${b + 1}}}, {c};"
 
     lines += [*words(False), "bra.uni DONE;", "LARGE:"]
     for row in range(2):
@@ -119,19 +113,18 @@ def _product(pairs):
             f"selp.b32 q{row}, 0x5f805f80, 0x3f803f80, large;",
             f"selp.b32 q{row}, 0x7fc07fc0, q{row}, nan;",
         ]
-    lines += [*words(True), "DONE:", *(f"mov.f32 ${i}, c{i};" for i in range(sums)), "}"]
-    constraints = ["=f"] * sums + ["r"] * (10 + 2 * pairs) + ["f"] * sums
+    lines += [*words(True), "DONE:", *(f"mov.f32 ${i}, c{i};" for i in range(4)), "}"]
+    constraints = ["=f"] * 4 + ["r"] * 26 + ["f"] * 4
     return gl.constexpr("\n".join(lines)), gl.constexpr(",".join(constraints))
 
 
-(PRODUCT_8, OPERANDS_8), (PRODUCT_16, OPERANDS_16) = _product(8), _product(16)
+PRODUCT, OPERANDS = _product()
 
 
 @gluon.jit
 def load_group(
     sources, ring, tiles, count,
-    COLUMNS: gl.constexpr, N: gl.constexpr, BLOCKS: gl.constexpr, DOWN: gl.constexpr, PAIRS: gl.constexpr,
-    STAGES: gl.constexpr,
+    COLUMNS: gl.constexpr, N: gl.constexpr, BLOCKS: gl.constexpr, DOWN: gl.constexpr,
 ):  # fmt: skip
     """Copies for all tiles of this program, as far ahead as there are stages."""
     activations, weight, scale = sources
@@ -208,19 +201,12 @@ def operands_of(x):
 
 
 @gluon.jit
-def multiply(x, upper, lower, upper_scale, lower_scale, sums, PAIRS: gl.constexpr):
-    """sums, 4 of every 8 pairs, plus the products of a step: of the upper row with pairs t and t + 4, t being the place
-    of a lane among four, and of the lower row with these."""
+def multiply(x, upper, lower, upper_scale, lower_scale, sums):
+    """Four sums plus the products of a step: of the upper row with pairs t and t + 4, t being the place of a lane among
+    four, and of the lower row with these."""
     weights = words_of(upper) + words_of(lower) + (scales_of(upper_scale), scales_of(lower_scale))
-    if PAIRS == 8:
-        weights += operands_of(gl.reshape(x.load(EIGHT), (8, 4, 4, 4, 4)))
-        sums = gl.inline_asm_elementwise(PRODUCT_8, OPERANDS_8, weights + sums, (gl.float32,) * 4, True, 1)
-    else:
-        both = gl.permute(gl.reshape(x.load(SIXTEEN), (2, 8, 4, 4, 4, 4)), (1, 2, 3, 4, 5, 0))
-        first, second = gl.split(both)
-        weights += operands_of(first) + operands_of(second)
-        sums = gl.inline_asm_elementwise(PRODUCT_16, OPERANDS_16, weights + sums, (gl.float32,) * 8, True, 1)
-    return sums
+    operands = weights + operands_of(gl.reshape(x.load(ACTIVATIONS), (8, 4, 4, 4, 4))) + sums
+    return gl.inline_asm_elementwise(PRODUCT, OPERANDS, operands, (gl.float32,) * 4, True, 1)
 
 
 @gluon.jit
@@ -237,17 +223,10 @@ def rows_of_sums():
 
 
 @gluon.jit
-def pairs_of_sums(first, PART: gl.constexpr):
-    """Places of a part's 8 pairs, [1, 4, 2]."""
+def goals(order, routing, first, end, DOWN: gl.constexpr):
+    """Rows of the result that a tile's pairs have, -1 for none, and their routing weights; [1, 4, 2]."""
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
-    number = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
-    return first + 8 * PART + lane + 4 * number
-
-
-@gluon.jit
-def goals(order, routing, first, end, DOWN: gl.constexpr, PART: gl.constexpr):
-    """Rows of the result that a part's pairs have, -1 for none, and their routing weights; [1, 4, 2]."""
-    place = pairs_of_sums(first, PART)
+    place = first + lane + 4 * gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
     if DOWN:
         row = gl.load(order + place, mask=place < end, other=-1)
         weight = gl.load(routing + row, mask=row >= 0, other=0.0).to(gl.float32)
@@ -283,7 +262,7 @@ def store_weighted(y, upper, lower, pair, weight, column, N: gl.constexpr):
 def multiply_group(
     ring, tiles, count, rest,
     COLUMNS: gl.constexpr, N: gl.constexpr, BLOCKS: gl.constexpr, DOWN: gl.constexpr, SITU: gl.constexpr,
-    CAPPED: gl.constexpr, PAIRS: gl.constexpr, STAGES: gl.constexpr,
+    CAPPED: gl.constexpr,
 ):  # fmt: skip
     """All tiles of this program."""
     x, upper, lower, upper_scale, lower_scale, full, empty = ring
@@ -292,29 +271,24 @@ def multiply_group(
     expert, first, end = tile_of(tiles, count, item, BLOCKS)
     while expert >= 0:
         # What the end of the tile needs is asked for at its beginning.
-        pair, weight = goals(order, routing, first, end, DOWN, 0)
-        second_pair, second_weight = pair, weight
-        if PAIRS == 16:
-            second_pair, second_weight = goals(order, routing, first, end, DOWN, 1)
+        pair, weight = goals(order, routing, first, end, DOWN)
         next_expert, first, end = tile_of(tiles, count, item + gl.num_programs(0), BLOCKS)
         zero = gl.zeros([HALF // 8, 8, 16], gl.float32, TILE)
-        sums = (zero,) * (PAIRS // 2)
+        sums = zero, zero, zero, zero
         for _ in range(COLUMNS // STEP):
             mbarrier.wait(full.index(stage), phase)
             sums = multiply(
                 x.index(stage), upper.index(stage), lower.index(stage), upper_scale.index(stage),
-                lower_scale.index(stage), sums, PAIRS,
+                lower_scale.index(stage), sums,
             )  # fmt: skip
             synchronize()
             mbarrier.arrive(empty.index(stage))
             stage, phase = following(stage, phase, STAGES)
-        for part in gl.static_range(PAIRS // 8):
-            of_upper, of_lower = total(sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3])
-            if DOWN:
-                store_weighted(out, of_upper, of_lower, pair, weight, item % BLOCKS * (2 * HALF), N)
-            else:
-                store_activated(out, of_upper, of_lower, pair, item % BLOCKS * HALF, beta, linear_beta, N, SITU, CAPPED)
-            pair, weight = second_pair, second_weight
+        of_upper, of_lower = total(*sums)
+        if DOWN:
+            store_weighted(out, of_upper, of_lower, pair, weight, item % BLOCKS * (2 * HALF), N)
+        else:
+            store_activated(out, of_upper, of_lower, pair, item % BLOCKS * HALF, beta, linear_beta, N, SITU, CAPPED)
         item += gl.num_programs(0)
         expert = next_expert
 
@@ -323,7 +297,7 @@ def multiply_group(
 def experts_kernel(
     activations, weight, scale, tiles, count, order, routing, out, beta, linear_beta,
     COLUMNS: gl.constexpr, N: gl.constexpr, BLOCKS: gl.constexpr, DOWN: gl.constexpr, SITU: gl.constexpr,
-    CAPPED: gl.constexpr, PAIRS: gl.constexpr, STAGES: gl.constexpr,
+    CAPPED: gl.constexpr,
 ):  # fmt: skip
     """Either product. Gate and up: out = h [R, N] of the sorted pairs, its columns in the order of `lane_order`;
     down: out = y [R, N] float32, routing weight times down(h), at the place of the pair before sorting.
@@ -347,24 +321,12 @@ def experts_kernel(
     rest = order, routing, out, beta, linear_beta
     gl.warp_specialize(
         [
-            (multiply_group, (ring, tiles, count, rest, COLUMNS, N, BLOCKS, DOWN, SITU, CAPPED, PAIRS, STAGES)),
-            (load_group, ((activations, weight, scale), ring, tiles, count, COLUMNS, N, BLOCKS, DOWN, PAIRS, STAGES)),
+            (multiply_group, (ring, tiles, count, rest, COLUMNS, N, BLOCKS, DOWN, SITU, CAPPED)),
+            (load_group, ((activations, weight, scale), ring, tiles, count, COLUMNS, N, BLOCKS, DOWN)),
         ],
         [1],
         [24],
     )
-
-
-def pairs_of_tile(pairs: int, experts: int) -> int | None:
-    """For the average number of pairs an expert gets; None for too many."""
-    if portable.tile_size(pairs, experts, True)[0] > 16:
-        return None
-    return 8 if pairs <= 4 * experts else 16
-
-
-def stages_of(pairs: int) -> int:
-    """Steps on their way, for tiles of so many pairs."""
-    return SHARED_BYTES // PROGRAMS // (2 * STEP.value * pairs + 2 * HALF.value * (STEP.value // 2 + STEP.value // 32))
 
 
 def fits(x, expert_ids, expert_weights, gate_up, *rest) -> bool:
@@ -372,7 +334,7 @@ def fits(x, expert_ids, expert_weights, gate_up, *rest) -> bool:
 
     On a Hopper GPU, which the caller knows.
     """
-    few = pairs_of_tile(expert_ids.numel(), len(gate_up)) is not None
+    few = 2 * expert_ids.numel() <= PAIRS * len(gate_up)
     return few and many.aligned(x, gate_up, *rest[:3], columns=STEP.value)
 
 
@@ -380,8 +342,7 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     """As `experts_triton.run`, whose arguments these are."""
     (tokens, size), top_k = x.shape, expert_ids.shape[1]
     pairs, (experts, width) = tokens * top_k, (gate_up.shape[0], gate_up.shape[1] // 2)
-    of_tile = pairs_of_tile(pairs, experts)
-    order, tiles = portable.plan_experts(expert_ids, experts, of_tile, elsewhere)
+    order, tiles = portable.plan_experts(expert_ids, experts, PAIRS.value, elsewhere)
     spread = many.spread_rows(x, order, pairs, top_k, lanes=True)
     h = torch.empty(pairs, width, device=x.device, dtype=x.dtype)
     y = (torch.zeros if elsewhere else torch.empty)(pairs, size, device=x.device, dtype=torch.float32)
@@ -391,12 +352,11 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     ):  # fmt: skip
         blocks = out.shape[1] // rows
         experts_kernel[(min(PROGRAMS * tools.multiprocessors(x.device), count * blocks),)](
-            _described(activations.view(torch.int32), of_tile, STEP.value // 2, WORDS_SHARED),
+            _described(activations.view(torch.int32), PAIRS.value, STEP.value // 2, WORDS_SHARED),
             _described(weight.view(torch.int32).flatten(0, 1), HALF.value, STEP.value // 8, WORDS_SHARED),
             _described(scale.flatten(0, 1), HALF.value, STEP.value // 32, SCALES_SHARED),
             tiles, count, *rest, out, beta or 1.0, linear_beta or 1.0, activations.shape[1], out.shape[1], blocks,
-            is_down, beta is not None, linear_beta is not None, of_tile, stages_of(of_tile), num_warps=WARPS,
-            maxnreg=REGISTERS,
+            is_down, beta is not None, linear_beta is not None, num_warps=WARPS, maxnreg=REGISTERS,
         )  # fmt: skip
     return y if top_k == 1 else y.view(tokens, top_k, size).sum(1)
 

@@ -112,6 +112,7 @@ def results():
         yield (routed(pairs, packed=True),)
         yield (routed(pairs, packed=False),)
     yield (routed(320, packed=True, size=256, width=384),)  # on Hopper groups of warps, tiles of every width
+    yield (routed(6, packed=True, size=512, width=512),)  # and for few pairs an expert
     for sizes in ((7, 3, 200), (5, 16, 1032)):
         yield (moved(*sizes),)
     yield (mla_decode.mla_decode(random(2, 3, 5, 64), random(2, 3, 5, 16), random(2, 77, 80), 0.1),)

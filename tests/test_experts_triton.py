@@ -175,9 +175,8 @@ def ragged(counts, size, width, dtype):
 
 # Modules of `_gluon`, pairs of 12 experts around the sizes of tiles, widths, and tokens that take four experts each.
 HOPPER = {
-    "tiles of 8": (0, [0, 1, 2, 7, 8, 9, 3, 1, 4, 0, 5, 6], 1024, 512, 30),
-    "tiles of 16": (0, [0, 1, 2, 15, 16, 17, 33, 8, 9, 3, 14, 31], 512, 1536, 45),
-    "parts": (1, [0, 1, 63, 64, 65, 159, 160, 161, 191, 192, 193, 400], 640, 384, 1600),
+    "few": (0, [0, 1, 2, 7, 8, 9, 3, 1, 4, 0, 5, 6], 1024, 512, 12),
+    "many": (1, [0, 1, 63, 64, 65, 159, 160, 161, 191, 192, 193, 400], 640, 384, 1600),
 }
 
 
@@ -233,7 +232,7 @@ def test_what_goes_to_the_groups_of_warps():
     arguments, _ = ragged([100, 60], 512, 512, torch.bfloat16)
     x, ids, weights, gate_up, down, scales = arguments
     rest = gate_up, down, *scales, 3.0, 2.0, False
-    cut = x[:32], ids[:32], weights[:32]
+    cut = x[:8], ids[:8], weights[:8]
     for gluon, other, own in ((many, few, (x, ids, weights)), (few, many, cut)):
         assert gluon.fits(*own, *rest) and not other.fits(*own, *rest)
         taken = (gluon,) if tools.is_hopper(DEVICE) else ()
@@ -243,6 +242,5 @@ def test_what_goes_to_the_groups_of_warps():
         assert not gluon.fits(own[0][:, :448], *own[1:], *rest)
         assert not gluon.fits(*own, gate_up, down[..., :32], *scales, 3.0, 2.0, False)
         assert not gluon.fits(*own, gate_up[:, ::2], down, *scales, 3.0, 2.0, False)
-    assert not any(gluon.fits(x[:33], ids[:33], weights[:33], *rest) for gluon in (few, many))
-    narrow = x[:32, :384], ids[:32], weights[:32]
-    assert not few.fits(*narrow, *rest) and few.pairs_of_tile(8, 2) == 8 and few.pairs_of_tile(9, 2) == 16
+    assert not any(gluon.fits(x[:9], ids[:9], weights[:9], *rest) for gluon in (few, many))
+    assert not few.fits(x[:8, :384], *cut[1:], *rest)

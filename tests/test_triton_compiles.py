@@ -197,14 +197,14 @@ from kimi_k3.kernels import experts_few_gluon as module
 
 kernel, half, step = module.experts_kernel, module.HALF.value, module.STEP.value
 words, scales = repr(module.WORDS_SHARED.value), repr(module.SCALES_SHARED.value)
-for down, pairs in ((False, 8), (True, 16)):
+for down in (False, True):
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("tiles", "order"), "*i32")
     signature |= {"beta": "fp32", "linear_beta": "fp32", "routing": "*fp32", "out": "*fp32" if down else "*bf16"}
-    signature["activations"] = f"tensordesc<i32[{pairs}, {step // 2}],{words}>"
+    signature["activations"] = f"tensordesc<i32[{module.PAIRS.value}, {step // 2}],{words}>"
     signature["weight"] = f"tensordesc<i32[{half}, {step // 8}],{words}>"
     signature["scale"] = f"tensordesc<u8[{half}, {step // 32}],{scales}>"
-    options = dict(COLUMNS=3072, N=3584, BLOCKS=28) if down else dict(COLUMNS=3584, N=3072, BLOCKS=48)
-    options |= dict(DOWN=down, SITU=True, CAPPED=True, PAIRS=pairs, STAGES=module.stages_of(pairs))
+    options = dict(COLUMNS=3072, N=3584, BLOCKS=56) if down else dict(COLUMNS=3584, N=3072, BLOCKS=96)
+    options |= dict(DOWN=down, SITU=True, CAPPED=True)
     signature |= dict.fromkeys(options, "constexpr")
     constants = {(kernel.arg_names.index(name),): value for name, value in options.items()}
     compiled = triton.compile(GluonASTSource(kernel, signature, constants, {}), target=GPUTarget("cuda", 90, 32),
