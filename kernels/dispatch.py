@@ -83,7 +83,7 @@ def run_kernels(function, *arguments):
             raise
         reason = f"a kernel of {operation} does not compile here: {type(error).__name__}: {str(error).strip()[-300:]}"
         _broken[operation] = reason
-        _tell(reason)
+        _tell(reason, "portable kernels" if operation.endswith("_gluon") else "the torch path")
         return None
 
 
@@ -143,5 +143,5 @@ def _device_refusal(device: torch.device) -> str | None:
 
 
 @functools.cache
-def _tell(reason: str) -> None:
-    logger.warning("kimi_k3 runs the torch path instead of its Triton kernels: %s", reason)
+def _tell(reason: str, instead: str = "the torch path") -> None:
+    logger.warning("kimi_k3 runs %s instead of its Triton kernels: %s", instead, reason)

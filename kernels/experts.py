@@ -244,12 +244,13 @@ def _run(*arguments):
     return None
 
 
-def _kernels(x, *rest):
+def _kernels(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, *rest):
     """The modules whose kernels take these, the fastest first."""
     from . import experts_triton, triton_tools
 
-    gluon = _gluon() if triton_tools.is_hopper(x.device) else ()
-    return (*(module for module in gluon if module.fits(x, *rest)), experts_triton)
+    gluon = _gluon() if gate_up_scale is not None and triton_tools.is_hopper(x.device) else ()
+    arguments = x, expert_ids, expert_weights, gate_up, down, gate_up_scale, *rest
+    return (*(module for module in gluon if module.fits(*arguments)), experts_triton)
 
 
 @functools.cache  # an import that fails is made anew every time
