@@ -40,6 +40,8 @@ def _composed(gate, up, beta, linear_beta):
 
 def _fused(gate, up, beta, linear_beta):
     """Either activation as one Triton kernel; None where that does not run."""
+    if up is None and gate.shape[-1] % 2:
+        raise ValueError(f"gate and up in one tensor have as many columns each, but there are {gate.shape[-1]} in all")
     tensors = [gate] if up is None else [gate, up]
     if dispatch.triton_refusal(*tensors) is not None or gate.dtype != tensors[-1].dtype or gate.numel() == 0:
         return None

@@ -41,3 +41,8 @@ def test_forward_and_backward(activation, size, dtype, bound, together, monkeypa
         results.append([out, *torch.autograd.grad(out, leaf, seed.to(out.dtype))])
     for got, expected in zip(*results, strict=True):
         assert got.dtype == dtype and rms_ratio(got, expected) < bound
+
+
+def test_halves_are_of_one_size():
+    with pytest.raises(ValueError, match="there are 7 in all"):
+        situ.swiglu(torch.randn(3, 7), None)
