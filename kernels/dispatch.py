@@ -18,6 +18,9 @@ use_triton = os.environ.get("KIMI_K3_TRITON", "1") != "0"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Operations of which a kernel failed to compile, and why.
 _broken: dict[str, str] = {}
+# What runs in place of kernels, as warnings say it.
+TORCH = "the torch path instead of its Triton kernels"
+PORTABLE = "portable kernels, slower ones, instead of its Gluon kernels"
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -83,7 +86,7 @@ def run_kernels(function, *arguments):
             raise
         reason = f"a kernel of {operation} does not compile here: {type(error).__name__}: {str(error).strip()[-300:]}"
         _broken[operation] = reason
-        _tell(reason, "portable kernels" if operation.endswith("_gluon") else "the torch path")
+        _tell(reason, PORTABLE if operation.endswith("_gluon") else TORCH)
         return None
 
 
@@ -143,5 +146,5 @@ def _device_refusal(device: torch.device) -> str | None:
 
 
 @functools.cache
-def _tell(reason: str, instead: str = "the torch path") -> None:
-    logger.warning("kimi_k3 runs %s instead of its Triton kernels: %s", instead, reason)
+def _tell(reason: str, instead: str = TORCH) -> None:
+    logger.warning("kimi_k3 runs %s: %s", instead, reason)

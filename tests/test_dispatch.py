@@ -197,6 +197,27 @@ def test_an_error_that_is_not_of_the_compiler_is_raised():
     assert not dispatch._broken
 
 
+@pytest.mark.parametrize(
+    ("module", "instead"),
+    [
+        ("experts_few_gluon", "portable kernels, slower ones, instead of"),
+        ("experts_triton", "the torch path instead of"),
+    ],
+)
+def test_a_warning_says_what_runs_in_place_of_a_kernel(module, instead, caplog):
+    """Behind a Gluon kernel comes a portable one."""
+
+    class CompilationError(Exception):
+        __module__ = "triton.compiler.errors"
+
+    def run():
+        raise CompilationError
+
+    run.__module__ = f"kimi_k3.kernels.{module}"
+    assert dispatch.run_kernels(run) is None
+    assert f"kimi_k3 runs {instead}" in caplog.text and f"a kernel of {module.removesuffix('_triton')} " in caplog.text
+
+
 @pytest.mark.parametrize("operation", [mla_decode, experts])
 @pytest.mark.parametrize("release", ["without Gluon", "3.5.1", "with other names"])
 def test_another_triton_has_the_portable_kernels_alone(operation, release, monkeypatch, caplog):
