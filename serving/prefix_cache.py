@@ -600,11 +600,21 @@ class PrefixCache:
 
 @functools.cache
 def _code_digest() -> str:
-    """Of the package's files that compute: another version of them may round elsewhere."""
+    """Of the package's files that compute, adapters' among them: another version of them may round elsewhere."""
     root, digest = Path(__file__).parent.parent, hashlib.sha256()
-    for file in sorted([*root.glob("*_kimi_k3.py"), *root.glob("kernels/*.py")]):
+    for file in sorted([*root.glob("*_kimi_k3.py"), *root.glob("kernels/*.py"), *root.glob("training/*.py")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+@functools.cache
+def _compiler() -> str | None:
+    """Version of Triton, which compiles the kernels and need not be the one that torch came with."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
 
 
 def numerics_fingerprint(model: torch.nn.Module) -> str:
@@ -614,6 +624,7 @@ def numerics_fingerprint(model: torch.nn.Module) -> str:
         model.config._attn_implementation,
         _code_digest(),
         torch.__version__,
+        _compiler(),
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {torch.get_num_threads()}",
         os.environ.get("KIMI_K3_TRITON"),
         torch.get_float32_matmul_precision(),

@@ -108,13 +108,14 @@ def test_a_shared_prefix_is_kept_when_it_is_seen_a_second_time():
     assert check(cache, system + tokens(20, 3)) == 48  # whole blocks of 4
 
 
-def test_another_version_of_the_code_starts_afresh(tmp_path, monkeypatch):
+@pytest.mark.parametrize("changed", ["_code_digest", "_compiler"])
+def test_another_version_of_the_code_starts_afresh(changed, tmp_path, monkeypatch):
     """Its kernels may round elsewhere: files of this one are no exact prefix for it, and stay for who has it."""
     prompt, options = tokens(20), dict(folder=tmp_path, disk_bytes=1 << 30)
     with contextlib.closing(make(**options)) as cache:
         assert check(cache, prompt) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(prefix_cache, "_code_digest", lambda: "another")
+        patch.setattr(prefix_cache, changed, lambda: "another")
         with contextlib.closing(make(**options)) as cache:
             assert check(cache, prompt) == 0
     with contextlib.closing(make(**options)) as cache:
