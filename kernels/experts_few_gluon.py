@@ -334,7 +334,7 @@ def fits(x, expert_ids, expert_weights, gate_up, *rest) -> bool:
 
     On a Hopper GPU, which the caller knows.
     """
-    few = 2 * expert_ids.numel() <= PAIRS * len(gate_up)
+    few = 2 * expert_ids.numel() <= PAIRS.value * len(gate_up)
     return few and many.aligned(x, gate_up, *rest[:3], columns=STEP.value)
 
 

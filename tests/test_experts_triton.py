@@ -242,5 +242,5 @@ def test_what_goes_to_the_groups_of_warps():
         assert not gluon.fits(own[0][:, :448], *own[1:], *rest)
         assert not gluon.fits(*own, gate_up, down[..., :32], *scales, 3.0, 2.0, False)
         assert not gluon.fits(*own, gate_up[:, ::2], down, *scales, 3.0, 2.0, False)
-    assert not any(gluon.fits(x[:9], ids[:9], weights[:9], *rest) for gluon in (few, many))
+    assert all(gluon.fits(x[:9], ids[:9], weights[:9], *rest) is False for gluon in (few, many))
     assert not few.fits(x[:8, :384], *cut[1:], *rest)

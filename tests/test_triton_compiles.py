@@ -209,7 +209,7 @@ for down in (False, True):
     constants = {(kernel.arg_names.index(name),): value for name, value in options.items()}
     compiled = triton.compile(GluonASTSource(kernel, signature, constants, {}), target=GPUTarget("cuda", 90, 32),
                               options={"num_warps": module.WARPS, "maxnreg": module.REGISTERS})
-    assert compiled.metadata.shared * module.PROGRAMS <= 232448
+    assert (compiled.metadata.shared + 1024) * module.PROGRAMS <= 233472  # each has a KB of the driver's
     print("compiled")
 """
 
