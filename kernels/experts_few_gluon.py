@@ -18,7 +18,7 @@ from . import gluon_tools as hopper
 from . import triton_tools as tools
 
 triton, tl = tools.triton, tools.tl
-gl, gluon, mbarrier, TensorDescriptor = hopper.gl, hopper.gluon, hopper.mbarrier, hopper.TensorDescriptor
+gl, gluon, mbarrier, described = hopper.gl, hopper.gluon, hopper.mbarrier, hopper.described
 fence, load, synchronize = hopper.fence, hopper.load, hopper.synchronize
 activation, following, tile_of = portable.activation, many.following, many.tile_of
 
@@ -340,26 +340,17 @@ def fits(x, expert_ids, expert_weights, gate_up, *rest) -> bool:
 
 def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale, beta, linear_beta, elsewhere):
     """As `experts_triton.run`, whose arguments these are."""
-    (tokens, size), top_k = x.shape, expert_ids.shape[1]
-    pairs, (experts, width) = tokens * top_k, (gate_up.shape[0], gate_up.shape[1] // 2)
-    order, tiles = portable.plan_experts(expert_ids, experts, PAIRS.value, elsewhere)
-    spread = many.spread_rows(x, order, pairs, top_k, lanes=True)
-    h = torch.empty(pairs, width, device=x.device, dtype=x.dtype)
-    y = (torch.zeros if elsewhere else torch.empty)(pairs, size, device=x.device, dtype=torch.float32)
-    count, rest = tiles.shape[1], (order, expert_weights.contiguous())
+    plan, spread, h, y = many.prepared(x, expert_ids, expert_weights, gate_up, PAIRS.value, True, elsewhere)
+    count = plan[1]
     for activations, weight, scale, out, rows, is_down in (
         (spread, gate_up, gate_up_scale, h, HALF.value, False), (h, down, down_scale, y, 2 * HALF.value, True)
     ):  # fmt: skip
         blocks = out.shape[1] // rows
         experts_kernel[(min(PROGRAMS * tools.multiprocessors(x.device), count * blocks),)](
-            _described(activations.view(torch.int32), PAIRS.value, STEP.value // 2, WORDS_SHARED),
-            _described(weight.view(torch.int32).flatten(0, 1), HALF.value, STEP.value // 8, WORDS_SHARED),
-            _described(scale.flatten(0, 1), HALF.value, STEP.value // 32, SCALES_SHARED),
-            tiles, count, *rest, out, beta or 1.0, linear_beta or 1.0, activations.shape[1], out.shape[1], blocks,
+            described(activations.view(torch.int32), PAIRS.value, STEP.value // 2, WORDS_SHARED.value),
+            described(weight.view(torch.int32).flatten(0, 1), HALF.value, STEP.value // 8, WORDS_SHARED.value),
+            described(scale.flatten(0, 1), HALF.value, STEP.value // 32, SCALES_SHARED.value),
+            *plan, out, beta or 1.0, linear_beta or 1.0, activations.shape[1], out.shape[1], blocks,
             is_down, beta is not None, linear_beta is not None, num_warps=WARPS, maxnreg=REGISTERS,
         )  # fmt: skip
-    return y if top_k == 1 else y.view(tokens, top_k, size).sum(1)
-
-
-def _described(matrix, rows, columns, layout):
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout.value)
+    return portable.summed(y, expert_ids.shape[1])

@@ -15,7 +15,7 @@ from . import gluon_tools as hopper
 from . import triton_tools as tools
 
 triton, tl = tools.triton, tools.tl
-gl, gluon, mbarrier, TensorDescriptor = hopper.gl, hopper.gluon, hopper.mbarrier, hopper.TensorDescriptor
+gl, gluon, mbarrier, described = hopper.gl, hopper.gluon, hopper.mbarrier, hopper.described
 fence, load, mma, mma_wait, synchronize = hopper.fence, hopper.load, hopper.mma, hopper.mma_wait, hopper.synchronize
 activation, unpacked_order = portable.activation, portable.unpacked_order
 decode_words, powers = portable.decode_words, portable.powers
@@ -90,7 +90,7 @@ def following(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_group(activations, ring, tiles, count, COLUMNS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
+def load_group(activations, ring, tiles, count, COLUMNS: gl.constexpr, BLOCKS: gl.constexpr):
     """Copies of the activations of all tiles of this program, as far ahead as there are stages."""
     wide_x, narrow_x, narrowest_x = activations
     wide, narrow, full, empty = ring
@@ -178,7 +178,7 @@ def start(wide, narrow, weights, sums, narrow_sums, stage, NARROW: gl.constexpr)
 
 
 @gluon.jit
-def finish(full, empty, running, narrow_running, stage, phase, more, STAGES: gl.constexpr):
+def finish(full, empty, running, narrow_running, stage, phase, more):
     """Waits for the next step's activations, which has a barrier, and for the products, and gives the stage back."""
     next_stage, phase = following(stage, phase, STAGES)
     mbarrier.wait(full.index(next_stage), phase, pred=more)
@@ -191,7 +191,7 @@ def finish(full, empty, running, narrow_running, stage, phase, more, STAGES: gl.
 @gluon.jit
 def product(
     ring, weight, scale, rows, ahead, stage, phase,
-    COLUMNS: gl.constexpr, APART: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr, LAYOUT: gl.constexpr,
+    COLUMNS: gl.constexpr, APART: gl.constexpr, NARROW: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """A group's weights times the wide and the narrow part of the activations of a tile."""
     wide, narrow, full, empty = ring
@@ -205,12 +205,12 @@ def product(
         odd = decoded(word_1, scales, 1)
         word_1 = load_words(weight, rows, 2 * i + 3, COLUMNS, APART)
         scales = load_scales(scale, rows, i + 1, COLUMNS, APART)
-        sums, narrow_sums, stage, phase = finish(full, empty, running, narrow_running, stage, phase, True, STAGES)
+        sums, narrow_sums, stage, phase = finish(full, empty, running, narrow_running, stage, phase, True)
         running, narrow_running = start(wide, narrow, odd, sums, narrow_sums, stage, NARROW)
         even = decoded(word_2, scales, 0)
         word_2 = load_words(weight, rows, 2 * i + 4, COLUMNS, APART)
         more = i + 1 < COLUMNS // (2 * STEP)
-        sums, narrow_sums, stage, phase = finish(full, empty, running, narrow_running, stage, phase, more, STAGES)
+        sums, narrow_sums, stage, phase = finish(full, empty, running, narrow_running, stage, phase, more)
     return sums, narrow_sums, stage, phase
 
 
@@ -258,14 +258,14 @@ def first_steps(weight, scale, rows, COLUMNS: gl.constexpr, APART: gl.constexpr)
 def tile(
     group, item, ring, packed, rest, rows, ahead, stage, phase,
     COLUMNS: gl.constexpr, N: gl.constexpr, BLOCKS: gl.constexpr, DOWN: gl.constexpr, SITU: gl.constexpr,
-    CAPPED: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr, LAYOUT: gl.constexpr,
+    CAPPED: gl.constexpr, NARROW: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """A tile, and the first weights of the next one, which arrive while this one is stored."""
     tiles, count, weight, scale = packed
     order, routing, out, beta, linear_beta = rest
     APART: gl.constexpr = 1 if DOWN else N
     sums, narrow_sums, stage, phase = product(
-        ring, weight, scale, rows, ahead, stage, phase, COLUMNS, APART, STAGES, NARROW, LAYOUT
+        ring, weight, scale, rows, ahead, stage, phase, COLUMNS, APART, NARROW, LAYOUT
     )
     # Asked for again: there are no registers to keep it in.
     _, first, end = tile_of(tiles, count, item, BLOCKS)
@@ -288,7 +288,7 @@ def tile(
 def multiply_group(
     group, ring, packed, rest,
     COLUMNS: gl.constexpr, N: gl.constexpr, BLOCKS: gl.constexpr, DOWN: gl.constexpr, SITU: gl.constexpr,
-    CAPPED: gl.constexpr, STAGES: gl.constexpr,
+    CAPPED: gl.constexpr,
 ):  # fmt: skip
     """64 rows of weights of every tile of this program."""
     tiles, count, weight, scale = packed
@@ -300,12 +300,12 @@ def multiply_group(
         if end - first > WIDE + NARROWEST:
             rows, ahead, stage, phase = tile(
                 group, item, ring, packed, rest, rows, ahead, stage, phase,
-                COLUMNS, N, BLOCKS, DOWN, SITU, CAPPED, STAGES, NARROW, NARROW_SUMS,
+                COLUMNS, N, BLOCKS, DOWN, SITU, CAPPED, NARROW, NARROW_SUMS,
             )  # fmt: skip
         else:
             rows, ahead, stage, phase = tile(
                 group, item, ring, packed, rest, rows, ahead, stage, phase,
-                COLUMNS, N, BLOCKS, DOWN, SITU, CAPPED, STAGES, NARROWEST, NARROWEST_SUMS,
+                COLUMNS, N, BLOCKS, DOWN, SITU, CAPPED, NARROWEST, NARROWEST_SUMS,
             )  # fmt: skip
         item += gl.num_programs(0)
         expert, first, end = tile_of(tiles, count, item, BLOCKS)
@@ -315,7 +315,7 @@ def multiply_group(
 def experts_kernel(
     wide_x, narrow_x, narrowest_x, tiles, count, weight, scale, order, routing, out, beta, linear_beta,
     COLUMNS: gl.constexpr, N: gl.constexpr, BLOCKS: gl.constexpr, DOWN: gl.constexpr, SITU: gl.constexpr,
-    CAPPED: gl.constexpr, STAGES: gl.constexpr,
+    CAPPED: gl.constexpr,
 ):  # fmt: skip
     """Either product. Gate and up: out = h [R, N] of the sorted pairs, its columns in the order of `unpacked_order`;
     down: out = y [R, N] float32, routing weight times down(h), at the place of the pair before sorting.
@@ -338,10 +338,10 @@ def experts_kernel(
     activations = wide_x, narrow_x, narrowest_x
     gl.warp_specialize(
         [
-            (multiply_group, (0, ring, packed, rest, COLUMNS, N, BLOCKS, DOWN, SITU, CAPPED, STAGES)),
-            (multiply_group, (1, ring, packed, rest, COLUMNS, N, BLOCKS, DOWN, SITU, CAPPED, STAGES)),
-            (multiply_group, (2, ring, packed, rest, COLUMNS, N, BLOCKS, DOWN, SITU, CAPPED, STAGES)),
-            (load_group, (activations, ring, tiles, count, COLUMNS, BLOCKS, STAGES)),
+            (multiply_group, (0, ring, packed, rest, COLUMNS, N, BLOCKS, DOWN, SITU, CAPPED)),
+            (multiply_group, (1, ring, packed, rest, COLUMNS, N, BLOCKS, DOWN, SITU, CAPPED)),
+            (multiply_group, (2, ring, packed, rest, COLUMNS, N, BLOCKS, DOWN, SITU, CAPPED)),
+            (load_group, (activations, ring, tiles, count, COLUMNS, BLOCKS)),
         ],
         [4, 4, 1],
         [160, 160, 24],
@@ -371,33 +371,41 @@ def aligned(x, gate_up, down, gate_up_scale, down_scale, columns: int) -> bool:
     )
 
 
-def spread_rows(x, order, pairs: int, top_k: int, lanes: bool):
-    """Rows of x [T, D] for the sorted pairs, in one of the orders of `spread_kernel`."""
-    size = x.shape[1]
+def prepared(x, expert_ids, expert_weights, gate_up, of_tile: int, lanes: bool, elsewhere: bool):
+    """What comes before the first product.
+
+    Args:
+        of_tile: pairs of a tile at most.
+        lanes: which of the orders of `spread_kernel` the columns of `spread` have.
+
+    Returns:
+        (tiles, count, order, routing) as the kernels read them; spread [R, D], rows of x for the sorted pairs; h and y
+        to fill, y with zeros where no tile is.
+    """
+    (tokens, size), top_k = x.shape, expert_ids.shape[1]
+    pairs, (experts, width) = tokens * top_k, (gate_up.shape[0], gate_up.shape[1] // 2)
+    order, tiles = portable.plan_experts(expert_ids, experts, of_tile, elsewhere)
     spread = torch.empty(pairs, size, device=x.device, dtype=x.dtype)
     grid = (tools.cdiv(pairs, 16), tools.cdiv(size, 256))
     spread_kernel[grid](x.contiguous(), order, spread, pairs, size, top_k, lanes, 16, 256, num_warps=4)
-    return spread
+    h = torch.empty(pairs, width, device=x.device, dtype=x.dtype)
+    y = (torch.zeros if elsewhere else torch.empty)(pairs, size, device=x.device, dtype=torch.float32)
+    return (tiles, tiles.shape[1], order, expert_weights.contiguous()), spread, h, y
 
 
 def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale, beta, linear_beta, elsewhere):
     """As `experts_triton.run`, whose arguments these are."""
-    (tokens, size), top_k = x.shape, expert_ids.shape[1]
-    pairs, (experts, width) = tokens * top_k, (gate_up.shape[0], gate_up.shape[1] // 2)
-    order, tiles = portable.plan_experts(expert_ids, experts, WIDE.value + NARROW.value, elsewhere)
-    spread = spread_rows(x, order, pairs, top_k, lanes=False)
-    h = torch.empty(pairs, width, device=x.device, dtype=x.dtype)
-    y = (torch.zeros if elsewhere else torch.empty)(pairs, size, device=x.device, dtype=torch.float32)
-    count, rest = tiles.shape[1], (order, expert_weights.contiguous())
+    of_tile = WIDE.value + NARROW.value
+    plan, spread, h, y = prepared(x, expert_ids, expert_weights, gate_up, of_tile, False, elsewhere)
+    tiles, count, order, routing = plan
     for activations, weight, scale, out, rows, is_down in (
         (spread, gate_up, gate_up_scale, h, ROWS.value // 2, False), (h, down, down_scale, y, ROWS.value, True)
     ):  # fmt: skip
-        matrix = activations, list(activations.shape), list(activations.stride())
-        boxes = [TensorDescriptor(*matrix, [n.value, STEP.value], SHARED) for n in (WIDE, NARROW, NARROWEST)]
+        boxes = [described(activations, n.value, STEP.value, SHARED) for n in (WIDE, NARROW, NARROWEST)]
         blocks = tools.cdiv(out.shape[1], GROUPS.value * rows)
         experts_kernel[(min(tools.multiprocessors(x.device), count * blocks),)](
-            *boxes, tiles, count, weight.view(torch.int64), scale.view(torch.int32), *rest, out, beta or 1.0,
+            *boxes, tiles, count, weight.view(torch.int64), scale.view(torch.int32), order, routing, out, beta or 1.0,
             linear_beta or 1.0, activations.shape[1], out.shape[1], blocks, is_down, beta is not None,
-            linear_beta is not None, STAGES.value, num_warps=4,
+            linear_beta is not None, num_warps=4,
         )  # fmt: skip
-    return y if top_k == 1 else y.view(tokens, top_k, size).sum(1)
+    return portable.summed(y, expert_ids.shape[1])

@@ -524,7 +524,12 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
             h, order, tiles, count, down, routing, y,
             size, width, block_m, down_n, down_k, operand, down_stages, num_warps=down_warps,
         )  # fmt: skip
-    return y if top_k == 1 else y.view(tokens, top_k, size).sum(1)
+    return summed(y, top_k)
+
+
+def summed(y, top_k: int):
+    """[T, D]: every token's rows of y [T k, D], in the order of its experts."""
+    return y if top_k == 1 else y.unflatten(0, (-1, top_k)).sum(1)
 
 
 def operand_of(dtype: torch.dtype):

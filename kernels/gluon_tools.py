@@ -25,4 +25,13 @@ load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_t
 # Where a bulk copy leaves a tile of half precision, as products of four warps read it.
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
-__all__ = ["SHARED", "TensorDescriptor", "fence", "gl", "gluon", "load", "mbarrier", "mma", "mma_wait", "synchronize"]
+
+def described(matrix, rows: int, columns: int, layout):
+    """A matrix for bulk copies of [rows, columns], which come to lie in the layout."""
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)
+
+
+__all__ = [
+    "SHARED", "TensorDescriptor", "described", "fence", "gl", "gluon", "load", "mbarrier", "mma", "mma_wait",
+    "synchronize",
+]  # fmt: skip

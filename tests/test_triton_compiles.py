@@ -185,7 +185,7 @@ for down in (False, True):
     for name, rows in (("wide_x", 128), ("narrow_x", 64), ("narrowest_x", 32)):
         signature[name] = f"tensordesc<bf16[{rows}, 64],{layout}>"
     options = dict(COLUMNS=3072, N=3584, BLOCKS=19) if down else dict(COLUMNS=3584, N=3072, BLOCKS=32)
-    options |= dict(DOWN=down, SITU=True, CAPPED=True, STAGES=module.STAGES.value)
+    options |= dict(DOWN=down, SITU=True, CAPPED=True)
     signature |= dict.fromkeys(options, "constexpr")
     constants = {(kernel.arg_names.index(name),): value for name, value in options.items()}
     compiled = triton.compile(GluonASTSource(kernel, signature, constants, {}), target=GPUTarget("cuda", 90, 32),
