@@ -99,17 +99,21 @@ class PrefixIndex:
 
     def make(self, parent: Segment, tokens: Sequence[int], steps: bool, forward: bytes = b"") -> Segment:
         """The segment of these tokens behind `parent`: the one that is there, or a new one that is not added yet."""
-        tokens = tuple(numpy.asarray(tokens, dtype="<i8").tolist())
+        tokens = numpy.asarray(tokens, dtype="<i8")
         how = b"steps" if steps else b"forward" + forward
-        key = chained(bytes.fromhex(parent.key), how, token_bytes(tokens)).hex()
+        key = chained(bytes.fromhex(parent.key), how, tokens.tobytes()).hex()
         if key in self.segments:
             return self.segments[key]
-        rest, block_hash, covered = (*parent.remainder, *tokens), parent.block_hash, []
+        rest = numpy.concatenate([numpy.asarray(parent.remainder, dtype="<i8"), tokens])
+        block_hash, covered = parent.block_hash, []
         while len(rest) >= self.block:
-            block_hash = chained(block_hash, token_bytes(rest[: self.block]))
+            block_hash = chained(block_hash, rest[: self.block].tobytes())
             covered.append(block_hash)
             rest = rest[self.block :]
-        return Segment(key, parent, parent.end, tokens, steps, block_hash, rest, tuple(covered), forward)
+        return Segment(
+            key, parent, parent.end, tuple(tokens.tolist()), steps, block_hash, tuple(rest.tolist()), tuple(covered),
+            forward,
+        )  # fmt: skip
 
     def add(self, segment: Segment) -> None:
         if self.has(segment):
