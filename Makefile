@@ -51,7 +51,7 @@ test-gguf: $(NEWEST_READY)
 	-test -d $(LLAMA) || { \
 		.venv/bin/python -m pip download -qq --no-deps --no-binary :all: -d build/llama llama-cpp-python \
 		&& tar xzf build/llama/llama_cpp_python-*.tar.gz -C build/llama --strip-components 1; }
-	test ! -d $(LLAMA) || export KIMI_K3_LLAMA_CPP=$(LLAMA); .venv/bin/python -P -m pytest -rs tests/test_gguf.py
+	test ! -d $(LLAMA) || export KIMI_K3_LLAMA_CPP=$(LLAMA); .venv/bin/python -P -m pytest -rs tests/conversion/test_gguf.py
 
 bench: $(NEWEST_READY)
 	set -e; for script in benchmarks/*_cpu.py; do .venv/bin/python -P "$$script"; done

@@ -46,7 +46,7 @@ setup(
         # `ruler` is what lm-eval's own RULER tasks need.
         "eval": ["lm-eval[hf,ruler]>=0.4.13", "matplotlib", "tqdm"],
         "plots": ["matplotlib"],
-        # tests/test_gguf.py, which also needs llama.cpp's source and is skipped without it
+        # tests/conversion/test_gguf.py, which also needs llama.cpp's source and is skipped without it
         "gguf": ["gguf", "xllamacpp"],
         "serve": ["fastapi", "prometheus-client", "simpy", "tqdm", "uvicorn"],
         "test": [

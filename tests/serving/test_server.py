@@ -18,7 +18,7 @@ from kimi_k3 import KimiK3ForCausalLM, cli
 from kimi_k3.serving.prefix_cache import PrefixCache
 from kimi_k3.serving.server import Limits, build_app
 
-SMALL = Path(__file__).parent.parent / "checkpoints" / "small"
+SMALL = Path(__file__).parents[2] / "checkpoints" / "small"
 PROMPT = "The old house stood"
 
 

@@ -3,7 +3,7 @@
 Needs llama.cpp's source (the converter is in no package) and `pip install kimi-k3[gguf]`. `make test-gguf`, or:
 
     pip download --no-deps --no-binary :all: llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz
-    KIMI_K3_LLAMA_CPP=llama_cpp_python-*/vendor/llama.cpp pytest tests/test_gguf.py
+    KIMI_K3_LLAMA_CPP=llama_cpp_python-*/vendor/llama.cpp pytest tests/conversion/test_gguf.py
 
 llama.cpp keeps keys and values in float16, which moves logits a little and decides near-ties of the router the other
 way: prompts are chosen without any.

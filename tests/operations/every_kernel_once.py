@@ -1,6 +1,6 @@
 """Every Triton kernel once on small, ragged shapes, for a checker of memory accesses.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 python tests/every_kernel_once.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 python tests/operations/every_kernel_once.py
 
 Without its cache torch asks the driver for every tensor, so that a byte past the end of one is nobody's. Values are
 compared with the references in `test_*_triton.py`; here they only must be finite.
@@ -124,7 +124,7 @@ def results():
 
 def main():
     if not torch.cuda.is_available():
-        sys.exit("tests/every_kernel_once.py runs the kernels on a GPU, and torch sees no GPU here")
+        sys.exit("tests/operations/every_kernel_once.py runs the kernels on a GPU, and torch sees no GPU here")
     torch.manual_seed(0)
     seen = 0
     for tensors in results():
