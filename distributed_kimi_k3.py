@@ -207,7 +207,7 @@ def check_fit(model: nn.Module, distributed_config) -> None:
     if getattr(distributed_config, "dp_size", distributed_config.fsdp_size or 1) > 1:
         raise ValueError(
             "fsdp_size and dp_replicate_size would cut A_log as it lies in the file, where it is padded: load the "
-            "model whole, then shard it with accelerate or kimi_k3.training.fully_shard_by_dtype"
+            "model whole, then shard it with accelerate or kimi_k3.parallel.fully_shard_by_dtype"
         )
     if stages > 1 and not hasattr(model, "lm_head"):
         raise ValueError(f"{type(model).__name__} cannot be cut into pipeline stages: load the KimiK3ForCausalLM in it")

@@ -30,12 +30,12 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent))
 from generate import K3
 from kda import facts, record
-from parallel import decode_ms, formula, options_of, prefill_ms, random_model, timed_ms
 
 from kimi_k3 import KimiK3TextConfig
-from kimi_k3.context_parallel import bytes_sent, context_parallel, shard
-from kimi_k3.training import fully_shard_by_dtype
-from kimi_k3.training.wire import Wire
+from kimi_k3.parallel import context_parallel, fully_shard_by_dtype, shard
+from kimi_k3.parallel.context import bytes_sent
+from kimi_k3.parallel.wire import Wire
+from parallel import decode_ms, formula, options_of, prefill_ms, random_model, timed_ms
 
 RESULTS = Path(__file__).parent / "results" / "distributed.jsonl"
 PARTS = ("context", "tensor", "experts", "training")

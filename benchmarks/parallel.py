@@ -26,7 +26,7 @@ from generate import K3
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.graph_kimi_k3 import CapturedForward, can_capture
-from kimi_k3.training import wire
+from kimi_k3.parallel import wire
 
 WARMUP = 4  # a captured step: made, watched, captured, replayed
 MXFP4 = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}

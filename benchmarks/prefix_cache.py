@@ -61,6 +61,7 @@ def main():
     device = options.device
     if options.slice:  # here, because these scripts need Triton
         from generate import K3
+
         from parallel import random_model
 
         model, name = random_model(KimiK3TextConfig.from_dict(dict(K3)), None, torch.device(device)), "k3 slice, "

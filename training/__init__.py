@@ -7,7 +7,6 @@ from kimi_k3.kernels.cross_entropy import chunked_cross_entropy
 from .balancing import QuantileBalancer, QuantileBalancerCallback
 from .muon import PerHeadMuon, QKClip, muon_groups
 from .qat import finish_qat, start_qat
-from .sharding import fully_shard_by_dtype
 
 _NEEDS_PEFT = ("export_expert_loras", "lora_targets")
 
@@ -18,7 +17,6 @@ __all__ = [
     "QuantileBalancerCallback",
     "chunked_cross_entropy",
     "finish_qat",
-    "fully_shard_by_dtype",
     "muon_groups",
     "start_qat",
     *_NEEDS_PEFT,

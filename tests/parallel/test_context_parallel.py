@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 import kimi_k3
-from kimi_k3.context_parallel import bytes_sent, context_parallel, gather_cache, prefill, shard
+from kimi_k3.parallel import context_parallel, gather_cache, prefill, shard
+from kimi_k3.parallel.context import bytes_sent
+from kimi_k3.parallel.wire import Wire
 from kimi_k3.training import QKClip, QuantileBalancer
-from kimi_k3.training.wire import Wire
 
 LENGTH = 151  # the parts have 76 and 75 tokens
 DIED = 7

@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import kimi_k3
+from kimi_k3.parallel import fully_shard_by_dtype
 from kimi_k3.training import (
     PerHeadMuon,
     QuantileBalancer,
     QuantileBalancerCallback,
-    fully_shard_by_dtype,
     muon_groups,
 )
 

@@ -23,7 +23,8 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, replac
 
 from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.distributed_kimi_k3 import PipelinePart, check_fit
-from kimi_k3.training import QKClip, wire
+from kimi_k3.parallel import wire
+from kimi_k3.training import QKClip
 
 # Releases that can cut attention and spread experts in one run; those that let one choose how tokens reach experts.
 EP_SIZE, EP_IMPLEMENTATION = (

@@ -9,13 +9,12 @@ Process r of W holds the r-th part of every row. What a layer needs of the other
                          the last process 2 W - 1 times the work of the first
     everything else      nothing: norms, mixes over depth, router and experts see one token at a time
 
-This is a file of the root because it serves a prefill as well as training; models loaded as remote code work too.
+Serves a prefill as well as training. Models loaded as remote code, whose classes are not this package's, work too.
 `docs/distributed.md` has the commands and the bytes.
 """
 
 import contextlib
 import hashlib
-import importlib
 import inspect
 
 import torch
@@ -25,10 +24,7 @@ from torch import nn
 from transformers.masking_utils import create_causal_mask
 from transformers.utils.generic import is_flash_attention_requested
 
-# The kernels are imported as the layers import them.
-short_conv, kda_context = (
-    importlib.import_module(f".kernels.{name}", __package__) for name in ("short_conv", "kda_context")
-)
+from ..kernels import kda_context, short_conv
 
 # torch 2.13 renamed them
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
