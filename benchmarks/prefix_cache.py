@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from host_facts import host_facts
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
-from kimi_k3.serving.cost import text_cost
+from kimi_k3.costs.formulas import text_cost
 from kimi_k3.serving.prefix_cache import PrefixCache
 
 ROOT = Path(__file__).parent.parent

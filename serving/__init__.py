@@ -1,1 +1,1 @@
-"""Serving a hybrid: what it costs, a prefix cache that knows recurrent states, traces replayed and simulated."""
+"""Serving a hybrid: a prefix cache that knows recurrent states, a server over it, traces played through it."""

@@ -34,17 +34,17 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_cost(args: argparse.Namespace) -> None:
     """Print parameters, FLOPs, bytes and what fits on a node, from configurations alone."""
-    from . import cost_report
+    from ..costs import report
 
     if args.picture is not None:
         check_picture(args.picture)
     try:
-        costs = [cost_report.read_cost(path) for path in args.config]
+        costs = [report.read_cost(path) for path in args.config]
     except ValueError as error:
         raise UsageError(str(error)) from error
-    print(cost_report.report(costs, args.gpu, args.gpus, args.context), end="")
+    print(report.report(costs, args.gpu, args.gpus, args.context), end="")
     if args.picture is not None:
-        cost_report.draw(costs, args.gpu, args.gpus, args.picture)
+        report.draw(costs, args.gpu, args.gpus, args.picture)
 
 
 # --- kimi-k3 cache ---------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_trace(args: argparse.Namespace) -> None:
     """Write sessions that have the medians of published agentic traffic."""
-    from . import trace
+    from ..costs import trace
 
     if args.file.exists():
         raise UsageError(f"{args.file} exists: delete it or choose another name")
@@ -147,7 +147,7 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
 def run_replay(args: argparse.Namespace) -> None:
     """Play a trace for real or in a simulation, and print what the cache did at every concurrency."""
     try:
-        from . import replay, trace
+        from ..costs import curves, trace
     except ModuleNotFoundError as error:
         raise UsageError(f"a replay needs {error.name}: pip install 'kimi-k3[serve]'") from error
     if args.picture is not None:
@@ -159,27 +159,27 @@ def run_replay(args: argparse.Namespace) -> None:
         if args.simulate is None:
             replay_model(args, trace.smaller(sessions, args.scale))
             return
-        from . import cost_report
-        from .cost import GPUS, Node
+        from ..costs import report
+        from ..costs.formulas import GPUS, Node
 
-        cost = cost_report.read_cost(args.simulate)
+        cost = report.read_cost(args.simulate)
         node = Node(GPUS[args.gpu], args.gpus, by_heads=not args.by_sequences)
         tiers = {"GPUs": (0, 0)}
         if args.host_bytes:
-            tiers[f"GPUs and {cost_report.scaled(args.host_bytes, 'B')} of host memory"] = (args.host_bytes, 0)
+            tiers[f"GPUs and {report.scaled(args.host_bytes, 'B')} of host memory"] = (args.host_bytes, 0)
         if args.disk_bytes:
-            tiers[f"the same and {cost_report.scaled(args.disk_bytes, 'B')} of SSD"] = (
+            tiers[f"the same and {report.scaled(args.disk_bytes, 'B')} of SSD"] = (
                 args.host_bytes,
                 args.disk_bytes,
             )
         options = {"minutes": args.minutes, "write_through": args.write_through}
-        curves = replay.simulate(cost, node, sessions, args.concurrency, tiers, **options)
+        simulated = curves.simulate(cost, node, sessions, args.concurrency, tiers, **options)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    print(replay.simulated_table(curves), end="")
+    print(curves.simulated_table(simulated), end="")
     if args.picture is not None:
         title = f"{cost.name} on {args.gpus} x {args.gpu}, simulated"
-        replay.draw(curves, replay.knee(cost, node), title, args.picture)
+        curves.draw(simulated, curves.knee(cost, node), title, args.picture)
 
 
 def replay_model(args: argparse.Namespace, sessions: list) -> None:

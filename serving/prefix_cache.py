@@ -25,8 +25,8 @@ import torch
 
 from ..cache_kimi_k3 import HybridCache, model_fingerprint
 from ..cache_layers_kimi_k3 import LatentCacheLayer
+from ..costs.formulas import ModelCost, text_cost
 from ..modeling_kimi_k3 import CACHE_ARGUMENT
-from .cost import ModelCost, text_cost
 from .prefix_index import PrefixIndex, Segment, chained, token_bytes
 from .tiers import Behind, DiskTier, Entry, MemoryTier, PartId, Tensors, Tier, recorded
 

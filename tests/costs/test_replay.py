@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from kimi_k3 import KimiK3ForCausalLM, cli
-from kimi_k3.serving import cost, replay, trace
-from kimi_k3.serving.cost_report import read_cost
+from kimi_k3.costs import formulas, trace
+from kimi_k3.costs.report import read_cost
+from kimi_k3.costs.simulation import Simulation
+from kimi_k3.serving import replay
 from kimi_k3.serving.prefix_cache import PrefixCache
-from kimi_k3.serving.simulation import Simulation
 
 pytestmark = pytest.mark.one_release
 
@@ -62,7 +63,7 @@ def test_inputs_and_smaller_sessions():
 
 def test_one_user_alone_waits_as_long_as_the_cost_model_says(k3):
     """First turn: the prompt in chunks. Second: only what is new, behind a cache that stayed."""
-    node = cost.Node(cost.GPUS["b300"], 8)
+    node = formulas.Node(formulas.GPUS["b300"], 8)
     simulation = Simulation(k3, node, [session("a", [(8192 * 2, 2, 10.0), (100, 2, 1e9)])], 1)
     simulation.random.randrange = lambda count: 0
     simulation.run(0.001, 200)
@@ -76,7 +77,7 @@ def test_one_user_alone_waits_as_long_as_the_cost_model_says(k3):
 @pytest.mark.parametrize("host", [0, 1e12])
 def test_the_knee_is_where_the_gpu_budget_ends(k3, host):
     """Equal sessions: as many as fit keep their caches; with a few more everything is computed again, or loaded."""
-    node = cost.Node(cost.GPUS["b300"], 8)
+    node = formulas.Node(formulas.GPUS["b300"], 8)
     turns = [(142_000, 50, 5.0)] + [(50, 50, 5.0)] * 150
     same = [session("a", turns)]
     fit = int(node.cache_capacity(k3, 150_000) / 150_000)
@@ -91,7 +92,7 @@ def test_the_knee_is_where_the_gpu_budget_ends(k3, host):
 
 def test_a_simulation_that_cannot_start_says_why(k3, sessions):
     with pytest.raises(ValueError, match="does not fit"):
-        Simulation(k3, cost.Node(cost.GPUS["h100"], 8), sessions, 1)
+        Simulation(k3, formulas.Node(formulas.GPUS["h100"], 8), sessions, 1)
 
 
 def test_replay_runs_the_trace_through_the_real_cache(data_dir, tmp_path):

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3Config, KimiK3ForCausalLM, KimiK3TextConfig, cli
-from kimi_k3.serving import cost
-from kimi_k3.serving.cost_report import cost_of, read_cost
+from kimi_k3.costs import formulas
+from kimi_k3.costs.report import cost_of, read_cost
 
 kda = importlib.import_module("kimi_k3.kernels.kda")
 FOLDERS = ("k3_tiny_mxfp4", "k3_dense_flat", "kimi_linear_flat")
@@ -31,7 +31,7 @@ def small(request, data_dir):
     """(float32 model with eager attention, its cost)."""
     folder = data_dir / request.param
     model = KimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return model, cost.text_cost(model.config, request.param, dtype_bytes=4)
+    return model, formulas.text_cost(model.config, request.param, dtype_bytes=4)
 
 
 def test_parameters_and_bytes_are_those_of_the_tensors(small):
@@ -95,7 +95,7 @@ def test_a_kda_token_takes_7_d_squared():
 
     aten = torch.ops.aten
     got = flops_of(step, {aten.mul: elementwise, aten.add: elementwise})
-    layer = cost.KDA(1, 1, size, 0, True, 4, 4)
+    layer = formulas.KDA(1, 1, size, 0, True, 4, 4)
     assert got == 7 * size**2 == layer.attention_flops(1, 10)
     assert layer.decode_bytes(10) == 2 * state.numel() * state.element_size()
 
@@ -103,7 +103,7 @@ def test_a_kda_token_takes_7_d_squared():
 def test_a_kda_prefill_is_linear_and_counts_the_chunked_form():
     """Matrix products as counted, plus the triangular solve and the first level of the tree, which are not."""
     size, heads = 32, 2
-    layer = cost.KDA(1, heads, size, 0, True, 4, 4)
+    layer = formulas.KDA(1, heads, size, 0, True, 4, 4)
     for tokens in (64, 256):
         q, k, v, g = (torch.rand(1, tokens, heads, size) for _ in range(4))
         got = flops_of(lambda tensors=(q, k, v, -g, g[..., 0]): kda.chunk_kda(*tensors))
@@ -114,7 +114,7 @@ def test_a_kda_prefill_is_linear_and_counts_the_chunked_form():
 def test_the_released_model_has_its_published_counts(data_dir):
     """Totals, active parameters and bytes of the public tensor list; 32 padding values of each A_log are not ours."""
     config = KimiK3Config.from_pretrained(data_dir / "config_kimi_k3.json").text_config
-    counted = cost.text_cost(config, "K3")
+    counted = formulas.text_cost(config, "K3")
     listed = json.loads((data_dir / "tensors_kimi_k3.json").read_text())
     assert listed, "the table of the release"
     padding = 69 * 32
@@ -126,40 +126,40 @@ def test_the_released_model_has_its_published_counts(data_dir):
     assert counted.per_token_bytes() == 27_648
     assert counted.state_bytes() == 434_110_464 + 69 * 3 * 3 * 12288 * 2
     linear = KimiK3TextConfig.from_pretrained(data_dir / "config_kimi_linear_48b.json")
-    assert cost.text_cost(linear).totals()[2] == 98_245_528_576
-    assert 5600 < counted.break_even(cost.without_recurrence(counted)) < 5700
+    assert formulas.text_cost(linear).totals()[2] == 98_245_528_576
+    assert 5600 < counted.break_even(formulas.without_recurrence(counted)) < 5700
 
 
 def test_rooflines_of_the_formulas_on_one_h200(data_dir):
     """Numbers that were derived apart from this code for one layer (datasheet speed)."""
     config = KimiK3Config.from_pretrained(data_dir / "config_kimi_k3.json").text_config
-    counted = cost.text_cost(config)
+    counted = formulas.text_cost(config)
     kda_layer, mla = counted.attention[0], counted.attention[3]
-    gpu = cost.GPUS["h200"]
+    gpu = formulas.GPUS["h200"]
     assert kda_layer.decode_bytes(1) / gpu.bandwidth == pytest.approx(2.62e-6, rel=0.01)
     assert mla.decode_bytes(131072) / gpu.bandwidth == pytest.approx(31.5e-6, rel=0.01)
     assert mla.absorbed_flops(131072, 1) / gpu.flops == pytest.approx(27.7e-6, rel=0.01)
     experts = counted.feed_forward[1]
     for tokens, distinct in ((1, 16), (8, 120), (16, 224), (32, 393), (64, 613)):
-        assert cost.distinct_experts(896, 16, tokens) == pytest.approx(distinct, abs=0.6)
+        assert formulas.distinct_experts(896, 16, tokens) == pytest.approx(distinct, abs=0.6)
     assert experts.one_expert == 33_030_144
-    assert cost.communication_ratio(experts, gpu, 8) == pytest.approx(2 * 989e12 / (6 * 3072 * 450e9) * 7 / 8)
-    halved = cost.dataclasses.replace(experts, latent=1792)
-    assert cost.all_to_all_bytes(64, experts, 8) == 2 * cost.all_to_all_bytes(64, halved, 8)
+    assert formulas.communication_ratio(experts, gpu, 8) == pytest.approx(2 * 989e12 / (6 * 3072 * 450e9) * 7 / 8)
+    halved = formulas.dataclasses.replace(experts, latent=1792)
+    assert formulas.all_to_all_bytes(64, experts, 8) == 2 * formulas.all_to_all_bytes(64, halved, 8)
 
 
 def test_a_node_holds_what_its_memory_says(data_dir):
     """Weights, states and latents of the sessions that fit fill the memory, and one more session does not fit."""
     config = KimiK3Config.from_pretrained(data_dir / "config_kimi_k3.json").text_config
-    counted, session = cost.text_cost(config), 142_000
+    counted, session = formulas.text_cost(config), 142_000
     for by_heads in (True, False):
-        node = cost.Node(cost.GPUS["b300"], 8, by_heads)
+        node = formulas.Node(formulas.GPUS["b300"], 8, by_heads)
         one = counted.state_bytes() + (8 if by_heads else 1) * 27_648 * session
         assert node.held_bytes(counted, session) == one
         sessions = node.cache_capacity(counted, session) / session
         assert counted.totals()[2] + sessions * one == pytest.approx(8 * 288e9, rel=1e-6)
-    assert [cost.GQA(64, 8, 4, 8, 0, 2).copies(gpus) for gpus in (1, 4, 8)] == [1, 1, 2]
-    assert cost.Node(cost.GPUS["h100"], 1).cache_capacity(counted, session) == 0
+    assert [formulas.GQA(64, 8, 4, 8, 0, 2).copies(gpus) for gpus in (1, 4, 8)] == [1, 1, 2]
+    assert formulas.Node(formulas.GPUS["h100"], 1).cache_capacity(counted, session) == 0
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_grouped_query_models_of_transformers(config):
 
 
 def test_a_window_reads_no_more_than_its_keys():
-    layer = cost.GQA(64, 4, 2, 16, 10, 2)
+    layer = formulas.GQA(64, 4, 2, 16, 10, 2)
     pairs = sum(min(i + 1, 10) for i in range(5, 30))
     assert layer.attention_flops(25, 5) == 4 * 64 * pairs
     assert layer.cache_bytes(30) == layer.cache_bytes(10)

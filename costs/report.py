@@ -1,4 +1,4 @@
-"""The tables and the picture of `kimi-k3 cost`: configurations read, formulas of `cost.py` evaluated."""
+"""The tables and the picture of `kimi-k3 cost`: configurations read, `formulas.py` evaluated."""
 
 import math
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..configuration_kimi_k3 import KimiK3TextConfig
-from .cost import (
+from .formulas import (
     GPUS,
     GQA,
     MLA,

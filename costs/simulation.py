@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import simpy
 
-from .cost import ModelCost, Node
+from .formulas import ModelCost, Node
 from .trace import Session
 
 CHUNK = 8192  # prompt tokens of one step
