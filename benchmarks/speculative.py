@@ -1,10 +1,10 @@
 """Decoding of the small checkpoint with a draft against decoding without one; greedy text is equal token for token.
 
-    python training/dspark.py --text .data/train.txt --out draft
+    python -m kimi_k3.speculative.training --text .data/train.txt --out draft
     python benchmarks/speculative.py --draft draft [--dequantize] [--tokens 128]
 
 Three kinds of text: greedy continuations of passages that neither the checkpoint nor the draft was trained on (from
-documents that training/corpus.py holds out), samples of the same at temperature 1, and answers to questions about
+documents that recipes/small/corpus.py holds out), samples of the same at temperature 1, and answers to questions about
 facts. The plain loop is one of forwards with a cache, without what `generate` does around it. Reading the prompt is
 part of both times.
 """
@@ -24,8 +24,8 @@ from host_facts import host_facts
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM
 from kimi_k3.demo import QUESTION
-from kimi_k3.serving.dspark import DSparkDraft
-from kimi_k3.serving.speculative import speculative_generate
+from kimi_k3.speculative.decoding import speculative_generate
+from kimi_k3.speculative.draft import DSparkDraft
 from kimi_k3.training.small_episodes import HELD_OUT_NAMES
 
 ROOT = Path(__file__).parent.parent
@@ -107,7 +107,7 @@ def measure(model, draft, prompts, count, temperature, repeats):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draft", type=Path, required=True, help="folder that training/dspark.py wrote")
+    parser.add_argument("--draft", type=Path, required=True, help="folder that kimi_k3.speculative.training wrote")
     parser.add_argument("--dequantize", action="store_true", help="unpack the MXFP4 experts when loading")
     parser.add_argument("--tokens", type=int, default=128, help="of a continuation")
     parser.add_argument("--repeats", type=int, default=3)

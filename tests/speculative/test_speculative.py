@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 import kimi_k3
 from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
-from kimi_k3.serving.dspark import DSparkConfig, DSparkDraft, rotary, rotated
-from kimi_k3.serving.speculative import accept, probabilities, speculative_generate
+from kimi_k3.speculative.decoding import accept, probabilities, speculative_generate
+from kimi_k3.speculative.draft import DSparkConfig, DSparkDraft, rotary, rotated
 
 pytestmark = pytest.mark.one_release
 
@@ -78,7 +78,7 @@ def test_a_perfect_draft_is_always_accepted(model, draft, monkeypatch):
         start = self.tokens + 1
         return known[start : start + min(4, most)], []
 
-    monkeypatch.setattr("kimi_k3.serving.speculative._Drafting.propose", oracle)
+    monkeypatch.setattr("kimi_k3.speculative.decoding._Drafting.propose", oracle)
     result = speculative_generate(model, draft, ids, 100)
     assert result.ids[0].tolist() == known
     assert result.accepted == result.drafted and result.rounds <= 21
@@ -192,7 +192,7 @@ def test_bad_input_is_refused(model, draft):
 
 @pytest.fixture(scope="module")
 def trainer():
-    return importlib.import_module("kimi_k3.training.dspark")
+    return importlib.import_module("kimi_k3.speculative.training")
 
 
 def test_the_training_objective_learns_the_target(model, trainer):

@@ -1,6 +1,6 @@
 """Trains a DSpark-style draft for the small checkpoint (or another one) on what the target itself writes.
 
-    python training/dspark.py --model checkpoints/small --text .data/train.txt --out draft
+    python -m kimi_k3.speculative.training --model checkpoints/small --text .data/train.txt --out draft
 
 The target continues windows of the text, half of them greedily and half by sampling at temperature 1, because that is
 what a draft has to foresee. It is frozen: its hidden states are computed once for all windows, its distributions are
@@ -22,12 +22,12 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from kimi_k3 import KimiK3ForCausalLM
-from kimi_k3.serving.dspark import DSparkConfig, DSparkDraft
-from kimi_k3.training.corpus import SEPARATOR
-from kimi_k3.training.muon import PerHeadMuon
-from kimi_k3.training.state_file import save_state
+from ..modeling_kimi_k3 import KimiK3ForCausalLM
+from ..training.muon import PerHeadMuon
+from ..training.state_file import save_state
+from .draft import DSparkConfig, DSparkDraft
 
+SEPARATOR = "\n\f\n"  # of documents: a line that holds a form feed
 WINDOW, PROMPT = 256, 64  # tokens of a window, and how many of them are text
 ROWS, BLOCKS = 16, 16  # windows of a step, and blocks in each of them
 CONTINUED = 256  # windows that the target continues at once
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("checkpoints/small"))
     parser.add_argument(
-        "--text", type=Path, required=True, help="UTF-8 file, its documents apart as corpus.py has them"
+        "--text", type=Path, required=True, help="UTF-8 file, a line that holds a form feed between its documents"
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=4096, help=f"of {WINDOW} tokens")
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None):
     if options.windows < 1 or options.steps < 1:
         parser.error("--windows and --steps are at least 1")
     if not options.text.is_file():
-        parser.error(f"{options.text} is no file; training/corpus.py writes the text of the small checkpoint")
+        parser.error(f"{options.text} is no file; recipes/small/corpus.py writes the text of the small checkpoint")
     model = KimiK3ForCausalLM.from_pretrained(options.model, dtype=torch.float32, dequantize=True).eval()
     text = options.text.read_text(encoding="utf-8")
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None):
     draft.to(torch.bfloat16).save(options.out)
     last = shares[-100:]
     report = {
-        "command": " ".join(["python training/dspark.py", *sys.argv[1:]]),
+        "command": " ".join(["python -m kimi_k3.speculative.training", *sys.argv[1:]]),
         "settings": chosen,
         "parameters": sum(p.numel() for p in draft.parameters()),
         "accepted_in_the_last_steps": round(sum(last) / len(last), 4),

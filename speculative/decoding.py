@@ -12,7 +12,7 @@ import torch
 
 from ..cache_kimi_k3 import HybridCache
 from ..modeling_kimi_k3 import CACHE_ARGUMENT
-from .dspark import DSparkDraft
+from .draft import DSparkDraft
 
 # A block ends before a token that is reached with less than this probability: verifying it costs more than it brings.
 LEAST_CONFIDENCE = 0.3
