@@ -24,9 +24,9 @@ from host_facts import host_facts
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM
 from kimi_k3.demo import QUESTION
+from kimi_k3.eval.words import HELD_OUT_NAMES
 from kimi_k3.speculative.decoding import speculative_generate
 from kimi_k3.speculative.draft import DSparkDraft
-from kimi_k3.training.small_episodes import HELD_OUT_NAMES
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = [

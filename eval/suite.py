@@ -12,11 +12,19 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kimi_k3.training.small_episodes import ATTRIBUTES, HELD_OUT_NAMES, QUESTION
-
 from .haystack import Haystack
 from .sizing import Draft, EvalError, Prompt, Question, Tokens, TooShort, fewest_tokens, fit
-from .words import ADJECTIVES, NOUNS, distinct, invented
+from .words import (
+    ADJECTIVES,
+    ASSOCIATIVE_HEAD,
+    HELD_OUT_NAMES,
+    NEEDLE,
+    NOUNS,
+    QUESTION,
+    STATEMENTS,
+    distinct,
+    invented,
+)
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 NO_WORDS = [letter for letter in LETTERS if letter not in "AI"]  # letters that no sentence starts with alone
@@ -117,9 +125,6 @@ def _word(rng):
 
 def _uuid(rng):
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-
-
-NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 
 
 def _needles(keys=1, values=1, together=False, key=_word, kind="number", needle_haystack=False):
@@ -272,13 +277,12 @@ def _associative(asked: Asked) -> Draft:
                 lines.append(f"{key}: {rng.choice(NOUNS)}\n")
         return lines[:count]
 
-    head = "Each line below has a key and its value. Memorize them; keys will be asked for.\n"
     questions = [
         Question(f"\nThe value of the key {key} is\n{key}:", (pairs[key],), depth)
         for key, depth in zip(keys, depths, strict=True)
     ]
     facts = [(depth, f"{key}: {pairs[key]}") for key, depth in zip(keys, depths, strict=True)]
-    return _hidden(asked, head, facts, questions, units=units)
+    return _hidden(asked, ASSOCIATIVE_HEAD, facts, questions, units=units)
 
 
 def _palindrome(asked: Asked) -> Draft:
@@ -329,7 +333,7 @@ def _facts(told: int):
         values = distinct(lambda: str(rng.randint(10_000, 99_999)), told)
         depths = [asked.depth] if told == 1 else [rng.random() for _ in names]
         attribute = "secret number"
-        statement = ATTRIBUTES[attribute][2][0]
+        statement = STATEMENTS[attribute][0]
         facts = [(d, statement.format(name=n, value=v)) for d, n, v in zip(depths, names, values, strict=True)]
         questions = [
             Question("\n" + QUESTION.format(attribute=attribute, name=n), (v,), d)

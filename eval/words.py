@@ -1,4 +1,8 @@
-"""Words that prompts are made of: two lists for names and answers, and invented words without end."""
+"""Words that prompts are made of, and the wording of facts.
+
+Two lists for names and answers, invented words without end, and the sentences in which facts are told and asked for;
+the small checkpoint was trained on the same sentences about other things (`recipes/small/episodes.py`).
+"""
 
 import random
 
@@ -39,6 +43,38 @@ VERBS = """
 admires avoids builds carries chases copies crosses draws feeds finds follows guards hears helps holds leads lifts likes
 meets needs paints passes pulls reaches remembers sees seeks shows thanks visits watches
 """.split()
+
+# Names that no fact in the training of the small checkpoint mentions: recall of these shows what was learned beyond the
+# names themselves.
+HELD_OUT_NAMES = """
+Adrian Bertram Cordelia Dominic Evelyn Fiona Godfrey Hester Imogen Lavinia Leopold Matilda Nigel Ophelia
+Percival Rowena
+""".split()
+
+# attribute: how a fact of it is told; the suite takes the first way
+STATEMENTS = {
+    "secret number": [
+        "The secret number of {name} is {value}.",
+        "The secret number of {name} is {value}.",
+        "{name}'s secret number is {value}.",
+        "Remember that the secret number of {name} is {value}.",
+        "It was well known that the secret number of {name} was {value}.",
+    ],
+    "secret word": [
+        "The secret word of {name} is {value}.",
+        "{name}'s secret word is {value}.",
+        "Everybody agreed that the secret word of {name} was {value}.",
+    ],
+    "home city": [
+        "The home city of {name} is {value}.",
+        "{name}'s home city is {value}.",
+        "They said that the home city of {name} was {value}.",
+    ],
+}
+QUESTION = "Question: What is the {attribute} of {name}?\nAnswer:"
+
+NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
+ASSOCIATIVE_HEAD = "Each line below has a key and its value. Memorize them; keys will be asked for.\n"
 
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 

@@ -20,7 +20,16 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from kimi_k3.eval.words import ADJECTIVES, NOUNS, VERBS
+from kimi_k3.eval.words import (
+    ADJECTIVES,
+    ASSOCIATIVE_HEAD,
+    HELD_OUT_NAMES,
+    NEEDLE,
+    NOUNS,
+    QUESTION,
+    STATEMENTS,
+    VERBS,
+)
 
 ANSWER_WEIGHT = 4.0
 END = "<|eos|>"  # behind an answer
@@ -45,11 +54,6 @@ Foster Gardner Graham Grant Hale Harper Hayes Hughes Hunter Kent Lambert Marsh M
 Norris Parker Porter Quinn Reed Rowe Sawyer Shaw Spencer Stone Sutton Taylor Thorne Tucker Turner Vaughan Wade
 Walsh Warren Webb Wells Wood Wright
 """.split()
-# Names that no fact of the training mentions: recall of these shows what was learned beyond the names themselves.
-HELD_OUT_NAMES = """
-Adrian Bertram Cordelia Dominic Evelyn Fiona Godfrey Hester Imogen Lavinia Leopold Matilda Nigel Ophelia
-Percival Rowena
-""".split()
 CITIES = """
 Amsterdam Athens Baltimore Barcelona Belfast Berlin Boston Bristol Brussels Budapest Cairo Chicago Cologne
 Copenhagen Dresden Dublin Edinburgh Florence Geneva Glasgow Hamburg Hanover Havana Helsinki Istanbul Jerusalem
@@ -58,44 +62,11 @@ Palermo Paris Philadelphia Prague Quebec Rome Rotterdam Salem Seville Stockholm 
 Vienna Warsaw Zurich
 """.split()
 
-# attribute: (share, kind of its value, how a fact is told)
-ATTRIBUTES = {
-    "secret number": (
-        0.6,
-        "five_digits",
-        [
-            "The secret number of {name} is {value}.",
-            "The secret number of {name} is {value}.",
-            "{name}'s secret number is {value}.",
-            "Remember that the secret number of {name} is {value}.",
-            "It was well known that the secret number of {name} was {value}.",
-        ],
-    ),
-    "secret word": (
-        0.2,
-        "word",
-        [
-            "The secret word of {name} is {value}.",
-            "{name}'s secret word is {value}.",
-            "Everybody agreed that the secret word of {name} was {value}.",
-        ],
-    ),
-    "home city": (
-        0.2,
-        "city",
-        [
-            "The home city of {name} is {value}.",
-            "{name}'s home city is {value}.",
-            "They said that the home city of {name} was {value}.",
-        ],
-    ),
-}
-QUESTION = "Question: What is the {attribute} of {name}?\nAnswer:"
+# attribute: (share, kind of its value); `STATEMENTS` has how a fact of it is told
+ATTRIBUTES = {"secret number": (0.6, "five_digits"), "secret word": (0.2, "word"), "home city": (0.2, "city")}
 
 SEPARATORS = (": ", ": ", " = ", " -> ", " is ", " has ", " means ", ", ")
 LINE_ENDS = ("\n", "\n", "; ", ", ", ". ")
-NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
-ASSOCIATIVE_HEAD = "Each line below has a key and its value. Memorize them; keys will be asked for.\n"
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
 
@@ -237,7 +208,7 @@ def associative(rng, vocabulary, count):
 def people(rng, vocabulary, count):
     """Attributes of people, some of which have several."""
     names = vocabulary.distinct(rng, "name", count)
-    shares = [share for share, *_ in ATTRIBUTES.values()]
+    shares = [share for share, _ in ATTRIBUTES.values()]
     only = rng.choices(list(ATTRIBUTES), shares) if rng.random() < 0.5 else None
     asked = {}
     while len(asked) < count and len(asked) < len(names) * (1 if only else 2):
@@ -245,8 +216,7 @@ def people(rng, vocabulary, count):
         name = rng.choice(names) if not only else names[len(asked)]
         asked.setdefault((attribute, name), vocabulary.draw(rng, ATTRIBUTES[attribute][1]))
     statements = [
-        rng.choice(ATTRIBUTES[attribute][2]).format(name=name, value=value)
-        for (attribute, name), value in asked.items()
+        rng.choice(STATEMENTS[attribute]).format(name=name, value=value) for (attribute, name), value in asked.items()
     ]
     questions = [
         ("\n" + QUESTION.format(attribute=attribute, name=name), f" {value}.{END}")

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 
 from kimi_k3.eval import TASKS, ModelReader, Tokens, open_haystack
 from kimi_k3.eval.suite import Unit
+from kimi_k3.eval.words import NEEDLE
 from kimi_k3.training.small_data import Corpus
-from kimi_k3.training.small_episodes import END, NEEDLE, Script
+from kimi_k3.training.small_episodes import END, Script
 
 TOKENS_AT_ONCE = 65_536
 # name in the report: task of the recall suite

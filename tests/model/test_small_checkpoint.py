@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kimi_k3
 from kimi_k3 import demo
-from kimi_k3.training.small_episodes import HELD_OUT_NAMES
+from kimi_k3.eval.words import HELD_OUT_NAMES
 
 FOLDER = Path(kimi_k3.__file__).parent / "checkpoints" / "small"
 
