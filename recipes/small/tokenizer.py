@@ -4,7 +4,7 @@ Words are split like GPT-2's, and every digit is a token of its own, so a number
 the two pre-tokenizers of SmolLM, which GGUF runtimes know under the name `smollm`. Nothing is normalised and no control
 token is added, so decoding returns exactly the text that was encoded.
 
-    python training/tokenizer.py --data .data      # reads .data/train.txt, writes the folder .data/tokenizer
+    python recipes/small/tokenizer.py --data .data      # reads .data/train.txt, writes the folder .data/tokenizer
 """
 
 import argparse

@@ -11,14 +11,14 @@ import torch
 from transformers import AutoTokenizer
 
 import kimi_k3
-from kimi_k3.eval.words import ADJECTIVES, NOUNS, VERBS
-from kimi_k3.training import small_episodes, train_small
+from kimi_k3.eval.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, VERBS
+from kimi_k3.recipes.small import episodes, train
+from kimi_k3.recipes.small.data import Corpus, StepBatches
+from kimi_k3.recipes.small.episodes import ANSWER_WEIGHT, MAKERS, Vocabulary
+from kimi_k3.recipes.small.measure import recall_by_keys
+from kimi_k3.recipes.small.model import is_expert
+from kimi_k3.recipes.small.tokenizer import save_tokenizer
 from kimi_k3.training.qat import mxfp4
-from kimi_k3.training.small_data import Corpus, StepBatches
-from kimi_k3.training.small_episodes import ANSWER_WEIGHT, HELD_OUT_NAMES, MAKERS, Vocabulary
-from kimi_k3.training.small_eval import recall_by_keys
-from kimi_k3.training.small_model import is_expert
-from kimi_k3.training.tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.one_release
 
@@ -79,14 +79,14 @@ def test_every_answer_follows_from_what_was_told(corpus, name):
         told = "\n".join(facts.statements)
         assert facts.questions
         for _, answer in facts.questions:
-            said = answer.removesuffix(small_episodes.END).strip(" .")
+            said = answer.removesuffix(episodes.END).strip(" .")
             assert all(part in told for part in re.split(r"[ ,]+", said)), (told, answer)
 
 
 def test_weights_mark_the_answers_and_nothing_else(corpus):
     rng = random.Random(2)
-    facts = small_episodes.needles(rng, corpus.vocabulary, 3)
-    script = small_episodes.Script()
+    facts = episodes.needles(rng, corpus.vocabulary, 3)
+    script = episodes.Script()
     script.say("\n".join(facts.statements))
     for question, answer in facts.questions:
         script.say(question)
@@ -111,7 +111,7 @@ def test_batches_are_full_weighted_and_depend_on_seed_and_step_alone(corpus, con
 def test_an_episode_never_exceeds_its_size(corpus):
     rng = random.Random(4)
     for size in (48, 60, 100, 130, 200, 700) * 10:
-        ids, weights = small_episodes.episode(rng, corpus, size, 0.3)
+        ids, weights = episodes.episode(rng, corpus, size, 0.3)
         assert 0 < len(ids) == len(weights) <= size
 
 
@@ -123,11 +123,11 @@ def test_a_window_longer_than_the_text_begins_again(held_out):
 
 
 def test_every_stage_comes_and_the_rate_ends_low():
-    seen = [train_small.stage_at(done / 100, 8192)[1] for done in range(100)]
+    seen = [train.stage_at(done / 100, 8192)[1] for done in range(100)]
     assert seen[0] == 256 and seen[-1] == 8192 and seen == sorted(seen)
-    assert [train_small.stage_at(0.99, 512)[1]] == [512]
-    rates = [train_small.rate_at(done / 100, 1.0) for done in range(101)]
-    assert rates[0] < 0.1 and max(rates) == 1.0 and rates[-1] == pytest.approx(train_small.LAST_RATE)
+    assert [train.stage_at(0.99, 512)[1]] == [512]
+    rates = [train.rate_at(done / 100, 1.0) for done in range(101)]
+    assert rates[0] < 0.1 and max(rates) == 1.0 and rates[-1] == pytest.approx(train.LAST_RATE)
 
 
 class Oracle(torch.nn.Module):
@@ -170,8 +170,8 @@ def options(data, folder, *more):
 
 
 def trainee(data, *more):
-    parsed = train_small.parse_arguments(options(data, Path("unused"), "--steps", "1", *more))
-    return train_small.Trainee(parsed, AutoTokenizer.from_pretrained(data / "tokenizer"))
+    parsed = train.parse_arguments(options(data, Path("unused"), "--steps", "1", *more))
+    return train.Trainee(parsed, AutoTokenizer.from_pretrained(data / "tokenizer"))
 
 
 def test_gradients_of_parts_add_up_and_rounded_experts_keep_their_masters(data, corpus):
@@ -202,12 +202,12 @@ def test_a_stopped_run_goes_on_where_it_was_and_its_folder_loads(data, tmp_path)
 
     for folder in ("straight", "stopped"):
         (tmp_path / folder).mkdir()
-    train_small.main(options(data, tmp_path / "straight", "--steps", "5"))
+    train.main(options(data, tmp_path / "straight", "--steps", "5"))
     for _ in range(2):
-        train_small.main(options(data, tmp_path / "stopped", "--steps", "5", "--stop-after", "0"))
+        train.main(options(data, tmp_path / "stopped", "--steps", "5", "--stop-after", "0"))
     assert [line["step"] for line in lines(tmp_path / "stopped")] == [0, 1]
     assert not (tmp_path / "stopped" / "out").exists()
-    train_small.main(options(data, tmp_path / "stopped", "--steps", "5"))
+    train.main(options(data, tmp_path / "stopped", "--steps", "5"))
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
 
     out = tmp_path / "straight" / "out"
@@ -221,13 +221,13 @@ def test_a_stopped_run_goes_on_where_it_was_and_its_folder_loads(data, tmp_path)
 
 def test_a_time_limit_reaches_the_last_stage_or_says_that_it_is_too_short(data, tmp_path, monkeypatch):
     ticks = itertools.count()
-    monkeypatch.setattr(train_small.time, "monotonic", lambda: next(ticks) / 2)  # half a second a look at the clock
+    monkeypatch.setattr(train.time, "monotonic", lambda: next(ticks) / 2)  # half a second a look at the clock
     limit = ["--tokens", "640", "--longest", "320", "--reserve", "10"]
-    train_small.main(options(data, tmp_path, *limit, "--time-limit", "40"))
+    train.main(options(data, tmp_path, *limit, "--time-limit", "40"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["context"] == 256 and lines[-1]["context"] == 320 and lines[-1]["done"] > 0.8
     assert len(lines) > 5
     with pytest.raises(SystemExit, match="leaves no second to train"):
-        train_small.main(options(data, tmp_path / "short", *limit, "--time-limit", "8"))
+        train.main(options(data, tmp_path / "short", *limit, "--time-limit", "8"))
     with pytest.raises(SystemExit):
-        train_small.parse_arguments(options(data, tmp_path, "--steps", "1", "--longest", "1024"))
+        train.parse_arguments(options(data, tmp_path, "--steps", "1", "--longest", "1024"))

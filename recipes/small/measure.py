@@ -1,6 +1,6 @@
 """Measures the small checkpoint: bits per byte of held-out text, and recall by length and by number of keys.
 
-python training/small_eval.py --data .data --checkpoint checkpoints/small
+python recipes/small/measure.py --data .data --checkpoint checkpoints/small
 """
 
 import argparse
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from kimi_k3.eval import TASKS, ModelReader, Tokens, open_haystack
 from kimi_k3.eval.suite import Unit
 from kimi_k3.eval.words import NEEDLE
-from kimi_k3.training.small_data import Corpus
-from kimi_k3.training.small_episodes import END, Script
+from kimi_k3.recipes.small.data import Corpus
+from kimi_k3.recipes.small.episodes import END, Script
 
 TOKENS_AT_ONCE = 65_536
 # name in the report: task of the recall suite
