@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache
-from kimi_k3.cli import (
+from kimi_k3.cli.main import (
     Parser,
     UsageError,
     check_length,

@@ -15,7 +15,7 @@ SCRIPTS = ("setup", "demo")
 
 # `kernels` has no __init__.py on purpose (a namespace package): with one, a repository root on sys.path would shadow
 # the unrelated distribution `kernels`, which transformers imports when it is installed.
-FOLDERS = ("kernels", "parallel", "costs", "conversion", "eval", "training", "serving", "speculative")
+FOLDERS = ("kernels", "cli", "parallel", "costs", "conversion", "eval", "training", "serving", "speculative")
 
 
 class BuildPackage(build_py):
@@ -70,5 +70,5 @@ setup(
         ],
     },
     cmdclass={"build_py": BuildPackage},
-    entry_points={"console_scripts": ["kimi-k3 = kimi_k3.cli:main"]},
+    entry_points={"console_scripts": ["kimi-k3 = kimi_k3.cli.main:main"]},
 )

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from ..cli_tools import add_seed, at_least_one
+from ..cli.common import add_seed, at_least_one
 from .inventory import table, take_inventory
 from .plan import EXPERTS, LAYOUTS, Target
 from .run import REPORT, convert

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from ..cli_tools import UsageError, at_least_one, choose_device, load_tokenizer, read_config, refuse_without_matplotlib
+from ..cli.common import UsageError, at_least_one, choose_device, load_tokenizer, read_config, refuse_without_matplotlib
 
 # --- kimi-k3 eval ----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from ..cli_tools import (
+from ..cli.common import (
     UsageError,
     at_least_one,
     check_picture,

@@ -8,7 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig, cli, demo
+from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig, demo
+from kimi_k3.cli import main as cli
 
 POSITIONS = 640
 

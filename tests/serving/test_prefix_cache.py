@@ -27,8 +27,9 @@ from hypothesis.stateful import (
 )
 
 from kimi_k3 import CACHE_ARGUMENT as CACHE
-from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig, cli
+from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.cache_layers_kimi_k3 import LatentCacheLayer
+from kimi_k3.cli import main as cli
 from kimi_k3.serving import prefix_cache, tiers
 from kimi_k3.serving.prefix_cache import PrefixCache
 

@@ -14,7 +14,8 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
-from kimi_k3 import KimiK3ForCausalLM, cli
+from kimi_k3 import KimiK3ForCausalLM
+from kimi_k3.cli import main as cli
 from kimi_k3.serving.prefix_cache import PrefixCache
 from kimi_k3.serving.server import Limits, build_app
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from . import KimiK3ForCausalLM, KimiK3TextConfig
+from .. import KimiK3ForCausalLM, KimiK3TextConfig
 
 
 class UsageError(ValueError):

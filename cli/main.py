@@ -15,8 +15,12 @@ import torch
 from transformers import TextStreamer
 from transformers.generation import BaseStreamer
 
-from . import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
-from .cli_tools import (
+from .. import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
+from ..conversion import ConversionError
+from ..conversion.commands import COMMANDS as CONVERSION_COMMANDS
+from ..eval.commands import COMMANDS as EVAL_COMMANDS
+from ..serving.commands import COMMANDS as SERVING_COMMANDS
+from .common import (
     UsageError,
     add_seed,
     at_least_one,
@@ -27,10 +31,6 @@ from .cli_tools import (
     number,
     read_config,
 )
-from .conversion import ConversionError
-from .conversion.commands import COMMANDS as CONVERSION_COMMANDS
-from .eval.commands import COMMANDS as EVAL_COMMANDS
-from .serving.commands import COMMANDS as SERVING_COMMANDS
 
 
 class Parser(argparse.ArgumentParser):
@@ -255,8 +255,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 def run_train(args: argparse.Namespace) -> None:
     """Train on packed local text; the run folder gets state, metrics, a curve and the finished model."""
     try:
-        from .training.text_data import DataError
-        from .training.text_run import TextRun, TextTraining
+        from ..training.text_data import DataError
+        from ..training.text_run import TextRun, TextTraining
     except ModuleNotFoundError as error:
         raise UsageError(f"training needs {error.name}: pip install 'kimi-k3[train]'") from error
     if args.out.exists() and not args.out.is_dir():
@@ -320,7 +320,3 @@ def main(argv: list[str] | None = None) -> int:
         add_arguments(commands.add_parser(name, help=summary, description=summary.capitalize() + "."))
     args = parser.parse_args(argv)
     return run_or_explain(f"{parser.prog} {args.command}", COMMANDS[args.command][2], args)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
