@@ -16,20 +16,17 @@ from pathlib import Path
 import torch
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache
-from kimi_k3.cli.main import (
+from kimi_k3.cli.common import (
     Parser,
     UsageError,
-    check_length,
     encode,
-    generate_text,
     load_model,
     load_tokenizer,
     number,
     read_config,
-    report,
     run_or_explain,
-    speed,
 )
+from kimi_k3.cli.generate import check_length, generate_text, report, speed
 
 SMALL = Path(__file__).parent / "checkpoints" / "small"
 OPENING = "The old house stood at the end of the lane, and every evening"

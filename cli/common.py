@@ -1,7 +1,8 @@
-"""What the subcommands of `kimi-k3` share: the error that a user reads, loading, and types of arguments."""
+"""What the subcommands of `kimi-k3` share: parser and error that a user reads, loading, and types of arguments."""
 
 import argparse
 import importlib.util
+import sys
 from pathlib import Path
 
 import torch
@@ -12,6 +13,23 @@ from .. import KimiK3ForCausalLM, KimiK3TextConfig
 
 class UsageError(ValueError):
     """Input that cannot work; its text is the one sentence that the user reads."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence instead of a usage block."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def run_or_explain(prog: str, run, args: argparse.Namespace) -> int:
+    """The exit code of `run(args)`: 0, or 2 after the sentence of an error that the user can do something about."""
+    try:
+        run(args)
+    except UsageError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def read_config(folder: Path) -> KimiK3TextConfig:

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from ..cli.common import add_seed, at_least_one
+from ..cli.common import UsageError, add_seed, at_least_one
 from .inventory import table, take_inventory
 from .plan import EXPERTS, LAYOUTS, Target
 from .run import REPORT, convert
@@ -31,13 +31,15 @@ def byte_size(text: str) -> int:
 
 @contextlib.contextmanager
 def _explained(place: Path, way_on: str = ""):
-    """What the system refuses, and Ctrl-C, as one sentence; `way_on` follows it."""
+    """What cannot be converted; what the system refuses, and Ctrl-C, in one sentence, which `way_on` follows."""
     try:
         yield
+    except ConversionError as error:
+        raise UsageError(str(error)) from error
     except OSError as error:
-        raise ConversionError(f"{error.filename or place}: {error.strerror or error}{way_on}") from error
+        raise UsageError(f"{error.filename or place}: {error.strerror or error}{way_on}") from error
     except KeyboardInterrupt as error:
-        raise ConversionError(f"interrupted{way_on}") from error
+        raise UsageError(f"interrupted{way_on}") from error
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +114,7 @@ def run_verify(args: argparse.Namespace) -> None:
     print(f"logits: {result.logits}")
     if not result.same:
         print("\n".join(result.differences[:20]))
-        raise ConversionError(f"not the same model: {len(result.differences):,} differences")
+        raise UsageError(f"not the same model: {len(result.differences):,} differences")
     print("the same model" + (f" within {args.tolerance:g}" if result.close else ""))
 
 

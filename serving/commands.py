@@ -1,4 +1,4 @@
-"""`kimi-k3 cost`, `trace`, `replay`, `serve` and `cache`: arguments, and what is run and printed."""
+"""`kimi-k3 replay`, `serve` and `cache`: arguments, and what is run and printed."""
 
 import argparse
 import tempfile
@@ -14,38 +14,6 @@ from ..cli.common import (
     number,
     read_config,
 )
-
-# --- kimi-k3 cost ----------------------------------------------------------------------------------------------------
-
-
-def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", type=Path, nargs="+", metavar="CONFIG",
-        help="checkpoint folders or config.json files of any transformers model with KDA, MLA or grouped-query "
-        "attention; the first is compared with the others",
-    )  # fmt: skip
-    parser.add_argument("--gpu", choices=("h100", "h200", "b200", "b300"), default="b300", help="default: %(default)s")
-    parser.add_argument("--gpus", type=at_least_one, default=8, metavar="N", help="in the node (default: %(default)s)")
-    parser.add_argument(
-        "--context", type=at_least_one, default=131072, metavar="N", help="tokens of a session (default: %(default)s)"
-    )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw cache and KV throughput against context")
-
-
-def run_cost(args: argparse.Namespace) -> None:
-    """Print parameters, FLOPs, bytes and what fits on a node, from configurations alone."""
-    from ..costs import report
-
-    if args.picture is not None:
-        check_picture(args.picture)
-    try:
-        costs = [report.read_cost(path) for path in args.config]
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    print(report.report(costs, args.gpu, args.gpus, args.context), end="")
-    if args.picture is not None:
-        report.draw(costs, args.gpu, args.gpus, args.picture)
-
 
 # --- kimi-k3 cache ---------------------------------------------------------------------------------------------------
 
@@ -78,7 +46,7 @@ def run_cache(args: argparse.Namespace) -> None:
         print("no prefixes")
 
 
-# --- kimi-k3 trace, kimi-k3 replay -----------------------------------------------------------------------------------
+# --- kimi-k3 replay --------------------------------------------------------------------------------------------------
 
 
 def byte_count(text: str) -> int:
@@ -91,25 +59,6 @@ def byte_count(text: str) -> int:
     if not 0 <= size < 1e18:
         raise argparse.ArgumentTypeError(f"must be bytes such as 500M, 20G or 2T, not {text!r}")
     return int(size)
-
-
-def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="JSONL to write, one session a line")
-    parser.add_argument("--sessions", type=at_least_one, default=300, metavar="N", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
-
-
-def run_trace(args: argparse.Namespace) -> None:
-    """Write sessions that have the medians of published agentic traffic."""
-    from ..costs import trace
-
-    if args.file.exists():
-        raise UsageError(f"{args.file} exists: delete it or choose another name")
-    if not args.file.absolute().parent.is_dir():
-        raise UsageError(f"there is no folder {args.file.parent}")
-    sessions = trace.generate(args.sessions, args.seed)
-    trace.write(args.file, sessions)
-    print(f"medians: {trace.medians(sessions)}")
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
@@ -272,8 +221,6 @@ def run_serve(args: argparse.Namespace) -> None:
 
 # name: (help, declares the arguments, runs)
 COMMANDS = {
-    "cost": ("count parameters, FLOPs and bytes of a configuration", add_cost_arguments, run_cost),
-    "trace": ("write sessions of agentic traffic", add_trace_arguments, run_trace),
     "replay": ("play a trace through the prefix cache, or simulate it", add_replay_arguments, run_replay),
     "serve": ("answer completions over HTTP", add_serve_arguments, run_serve),
     "cache": ("count or delete the prefixes kept in a folder", add_cache_arguments, run_cache),

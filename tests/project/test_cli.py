@@ -8,7 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig, demo
+from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig, demo
+from kimi_k3.cli import common, generate
 from kimi_k3.cli import main as cli
 
 POSITIONS = 640
@@ -232,32 +233,32 @@ def test_dequantized_experts_say_the_same(packed_checkpoint, dtype, capsys):
     dequantized, _ = continuation(capsys, packed_checkpoint, *command, "--dequantize")
     assert dequantized == packed
 
-    model = cli.load_model(packed_checkpoint, torch.device("cpu"), dtype, dequantize=True)
+    model = common.load_model(packed_checkpoint, torch.device("cpu"), dtype, dequantize=True)
     assert {p.dtype for name, p in model.named_parameters() if ".experts." in name} == {getattr(torch, dtype)}
 
 
 def test_dtype_is_that_of_the_checkpoint_unless_named(checkpoint):
     cpu = torch.device("cpu")
-    assert cli.load_model(checkpoint, cpu).dtype == torch.float32
-    assert cli.load_model(checkpoint, cpu, "bfloat16").dtype == torch.bfloat16
+    assert common.load_model(checkpoint, cpu).dtype == torch.float32
+    assert common.load_model(checkpoint, cpu, "bfloat16").dtype == torch.bfloat16
 
 
 def test_full_attention_bytes_of_the_released_model():
     # 93 layers, 96 heads, keys of 128 + 64, values of 128, two bytes: 5,713,920 bytes a token.
-    assert cli.full_attention_bytes(KimiK3TextConfig(), 1, torch.bfloat16) == 93 * 96 * (192 + 128) * 2
-    assert cli.full_attention_bytes(KimiK3TextConfig(), 1000, torch.float32) == 93 * 96 * (192 + 128) * 1000 * 4
+    assert generate.full_attention_bytes(KimiK3TextConfig(), 1, torch.bfloat16) == 93 * 96 * (192 + 128) * 2
+    assert generate.full_attention_bytes(KimiK3TextConfig(), 1000, torch.float32) == 93 * 96 * (192 + 128) * 1000 * 4
 
 
 def test_generate_continues_a_cache_in_place(checkpoint):
     tokenizer = byte_tokenizer()
-    model = cli.load_model(checkpoint, torch.device("cpu"))
+    model = common.load_model(checkpoint, torch.device("cpu"))
     ids = tokenizer("A document. A question", return_tensors="pt").input_ids
-    whole = cli.generate_text(model, tokenizer, ids, max_new_tokens=8, stream=False)
+    whole = generate.generate_text(model, tokenizer, ids, max_new_tokens=8, stream=False)
 
-    cache = cli.HybridCache(model.config)
+    cache = HybridCache(model.config)
     with torch.no_grad():
-        model(ids[:, :11], use_cache=True, **{cli.CACHE_ARGUMENT: cache})
-    continued = cli.generate_text(model, tokenizer, ids, max_new_tokens=8, cache=cache, stream=False)
+        model(ids[:, :11], use_cache=True, **{CACHE_ARGUMENT: cache})
+    continued = generate.generate_text(model, tokenizer, ids, max_new_tokens=8, cache=cache, stream=False)
     assert continued.text == whole.text
     assert continued.prompt_tokens == ids.shape[1] - 11
     assert continued.cache is cache

@@ -1,0 +1,87 @@
+"""`kimi-k3 train`: arguments, and what is run."""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from .. import KimiK3ForCausalLM
+from ..cli.common import (
+    UsageError,
+    add_seed,
+    at_least_one,
+    choose_device,
+    load_model,
+    load_tokenizer,
+    number,
+    read_config,
+)
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder with config and tokenizer, and the weights")
+    parser.add_argument("data", type=Path, nargs="+", metavar="DATA", help=".txt, .jsonl or .parquet files of one kind")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="RUN", help="run folder; one that exists is continued"
+    )
+    parser.add_argument("--from-scratch", action="store_true", help="new weights: only config and tokenizer are read")
+    parser.add_argument("--steps", type=at_least_one, required=True, metavar="N", help="optimizer steps")
+    parser.add_argument("--context", type=at_least_one, default=1024, metavar="N", help="tokens a row (default: 1024)")
+    parser.add_argument("--rows", type=at_least_one, default=16, metavar="N", help="rows a step (default: 16)")
+    parser.add_argument(
+        "--rate",
+        type=number(float, lambda rate: 0 < rate < float("inf"), "must be a number above 0"),
+        default=1e-3,
+        metavar="R",
+        help="peak learning rate (default: %(default)s)",
+    )
+    parser.add_argument("--split-long", action="store_true", help="cut documents that are longer than the context")
+    parser.add_argument(
+        "--gradient-checkpointing", action="store_true", help="recompute layers in backward: less memory"
+    )
+    parser.add_argument("--save-every", type=at_least_one, default=100, metavar="N", help="steps (default: 100)")
+    add_seed(parser, "default: %(default)s", 2**32, "must be a whole number of at least 0, below 2^32")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
+
+
+def run_train(args: argparse.Namespace) -> None:
+    """Train on packed local text; the run folder gets state, metrics, a curve and the finished model."""
+    try:
+        from .text_data import DataError
+        from .text_run import TextRun, TextTraining
+    except ModuleNotFoundError as error:
+        raise UsageError(f"training needs {error.name}: pip install 'kimi-k3[train]'") from error
+    if args.out.exists() and not args.out.is_dir():
+        raise UsageError(f"--out {args.out} is a file: name a folder for the run")
+    device = choose_device(args.device)
+    config = read_config(args.model)
+    limit = config.max_position_embeddings
+    if args.context > limit:
+        raise UsageError(f"--context {args.context} is more than the model's max_position_embeddings, {limit}")
+    tokenizer = load_tokenizer(args.model)
+    torch.manual_seed(args.seed)
+    if args.from_scratch:
+        config.expert_quantization = None
+        model = KimiK3ForCausalLM(config).to(device)
+    else:
+        packed = config.expert_quantization is not None
+        model = load_model(args.model, device, "float32", dequantize=packed)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    run = TextRun(
+        files=[str(file) for file in args.data],
+        steps=args.steps,
+        context=args.context,
+        rows=args.rows,
+        rate=args.rate,
+        seed=args.seed,
+        split_long=args.split_long,
+    )
+    try:
+        TextTraining(model, tokenizer, run, args.out, args.save_every).train()
+    except (DataError, FloatingPointError) as error:
+        raise UsageError(str(error)) from error
+
+
+# name: (help, declares the arguments, runs)
+COMMANDS = {"train": ("train a model on local text", add_train_arguments, run_train)}
