@@ -110,8 +110,8 @@ class HybridCache(Cache):
     def keep_recorded(self, columns: int) -> None:
         """Let at least so many columns be taken back while recording, more than the default 64."""
         for layer in self.layers:
-            if hasattr(layer, "recorded_columns"):
-                layer.recorded_columns = max(columns, layer.recorded_columns)
+            if hasattr(layer, "recording"):
+                layer.recording.reach = max(columns, layer.recording.reach)
 
     def keep_states(self, columns: Iterable[int]) -> None:
         """Let coming forwards, of tokens without padding, export the states at these columns for `snapshot(column)`.
@@ -121,11 +121,11 @@ class HybridCache(Cache):
         Raises:
             ValueError: for a column that has been passed, and for static shapes.
         """
-        columns, held = frozenset(map(int, columns)), self.get_seq_length()
+        columns, cached = frozenset(map(int, columns)), self.get_seq_length()
         if self.is_compileable:
             raise ValueError(_ONE_STATE)
-        if columns and min(columns) <= held:
-            raise ValueError(f"column {min(columns)} has been passed, the cache holds {held}: ask before the forward")
+        if columns and min(columns) <= cached:
+            raise ValueError(f"column {min(columns)} has been passed, the cache holds {cached}: ask before the forward")
         for layer in self.layers:
             if isinstance(layer, KDACacheLayer):
                 layer.keep_states(columns)
@@ -146,7 +146,7 @@ class HybridCache(Cache):
         if earlier and self.is_compileable:
             raise ValueError(_ONE_STATE)
         for layer in self.layers if earlier else ():
-            if not (column in layer.kept if isinstance(layer, KDACacheLayer) else 0 < column <= layer.seq_length):
+            if not (column in layer.snapshots if isinstance(layer, KDACacheLayer) else 0 < column <= layer.seq_length):
                 raise ValueError(f"no state was kept at column {column}: call keep_states before the forward")
         forked = copy.copy(self)
         forked.layers = [layer.fork_at(column) if earlier else layer.fork() for layer in self.layers]
@@ -167,38 +167,73 @@ class HybridCache(Cache):
         self.padded = False
         self._replace_real(None)
 
-    def take_mask(self, attention_mask: torch.Tensor | None, padding: bool, embeds: torch.Tensor) -> None:
-        """Before a forward fills the cache: keep which columns are tokens.
+    def begin(
+        self, embeds: torch.Tensor, attention_mask: torch.Tensor | None, padding: bool, is_linear: list[bool], runs: int
+    ) -> None:
+        """Before a forward fills the cache: refuse what does not fit, with nothing changed, then keep the mask.
 
         Args:
+            embeds: [B, T, hidden] of the new columns.
             attention_mask: [B, columns of the cache and new ones], or [B, max_length], or None.
             padding: whether some of the new columns are known to be padding.
-            embeds: [B, T, hidden] of the new columns.
+            is_linear: of every layer of the model, whether it is a KDA layer.
+            runs: how many of them will run; fewer in a draft that exits early.
 
         Raises:
-            ValueError: for a mask that contradicts what was fed. A column read as a token is part of every state.
+            ValueError: for a cache of other layers or rows, one that is full, and one that a broken-off forward left
+                with its layers at different tokens; for a mask that contradicts what was fed, since a column read as a
+                token is part of every state.
         """
+        self._check_room(*embeds.shape[:2])
+        self._check_layers(is_linear, runs)
         if attention_mask is None and self.padded:
             raise ValueError(_MASK_MISSING)
         inside = range(1, embeds.shape[1])
-        kept = [layer for layer in self.layers if isinstance(layer, KDACacheLayer)] if padding else []
-        if any(column - layer.seq_length in inside for layer in kept for column in layer.wanted):
+        recurrent = [layer for layer in self.layers if isinstance(layer, KDACacheLayer)] if padding else []
+        if any(column - layer.seq_length in inside for layer in recurrent for column in layer.snapshot_columns):
             raise ValueError("a forward with padding exports no states: call keep_states for rows without padding")
         if self.is_compileable:
             self._take_mask_in_place(attention_mask, embeds)
         elif attention_mask is not None:
-            mask, held = attention_mask.to(torch.bool, copy=True), self.get_seq_length()
-            known = torch.ones_like(mask[:, :held]) if self.real is None else self.real.to(mask.device)
-            if not torch.equal(mask[:, :held], known):
-                raise ValueError(_MASK_CONTRADICTS)
-            if padding or self.padded:
-                self.real = mask
+            self._take_mask(attention_mask, padding)
         self.padded = self.padded or padding
 
+    def _check_room(self, rows: int, length: int) -> None:
+        places, seen = self.get_max_length(), self.get_seq_length() + length
+        if places > 0:
+            full = f"this static cache has room for {places} tokens and this forward needs more: raise its max_length"
+            if isinstance(seen, torch.Tensor):  # checked where the count lies, without waiting for it
+                torch._assert_async(seen <= places, full)
+            elif seen > places:
+                raise ValueError(full)
+        if self.batch_size not in (-1, rows):
+            raise ValueError(
+                f"the cache holds {self.batch_size} rows, the input has {rows}: cache.batch_repeat_interleave(n) or "
+                "cache.batch_select_indices(rows) fit it"
+            )
+
+    def _check_layers(self, is_linear: list[bool], runs: int) -> None:
+        if not self.is_compileable and len({layer.get_seq_length() for layer in self.layers[:runs]}) > 1:
+            raise ValueError(
+                "a forward on this cache was broken off and left its layers at different tokens: restore a "
+                "snapshot, or start over with cache.reset()"
+            )
+        kinds = ["recurrent_state" in layer.tensor_names for layer in self.layers]
+        if kinds != is_linear[: len(kinds)] or len(kinds) < runs:
+            raise ValueError("the cache belongs to a model with other layers: its states mean nothing to this one")
+
+    def _take_mask(self, attention_mask: torch.Tensor, padding: bool) -> None:
+        mask, cached = attention_mask.to(torch.bool, copy=True), self.get_seq_length()
+        known = torch.ones_like(mask[:, :cached]) if self.real is None else self.real.to(mask.device)
+        if not torch.equal(mask[:, :cached], known):
+            raise ValueError(_MASK_CONTRADICTS)
+        if padding or self.padded:
+            self.real = mask
+
     def _take_mask_in_place(self, attention_mask: torch.Tensor | None, embeds: torch.Tensor) -> None:
-        """`take_mask` with static shapes: a step compares where the mask lies and waits for nothing."""
+        """`_take_mask` with static shapes: a step compares where the mask lies and waits for nothing."""
         (rows, length), device = embeds.shape[:2], embeds.device
-        held, places = self.get_seq_length(), self.get_max_length()
+        cached, places = self.get_seq_length(), self.get_max_length()
         if self.real is None or len(self.real) != rows:
             with torch.inference_mode(False):
                 self.real = torch.ones(rows, places, dtype=torch.bool, device=device)
@@ -212,13 +247,13 @@ class HybridCache(Cache):
         else:
             waited = attention_mask.shape[1] != places
             mask = torch.nn.functional.pad(attention_mask.to(device).bool(), (0, places - attention_mask.shape[1]))
-        if isinstance(held, torch.Tensor):  # else nothing was fed
-            said = _MASK_MISSING if attention_mask is None else _MASK_CONTRADICTS
-            agrees = ((mask == self.real) | (torch.arange(places, device=device) >= held.to(device))).all()
+        if isinstance(cached, torch.Tensor):  # else nothing was fed
+            refusal = _MASK_MISSING if attention_mask is None else _MASK_CONTRADICTS
+            agrees = ((mask == self.real) | (torch.arange(places, device=device) >= cached.to(device))).all()
             if torch.compiler.is_compiling() or (length == 1 and not waited):
-                torch._assert_async(agrees, said)
+                torch._assert_async(agrees, refusal)
             elif not agrees:
-                raise ValueError(said)
+                raise ValueError(refusal)
         self.real.copy_(mask)
 
     def _replace_real(self, real: torch.Tensor | None) -> None:

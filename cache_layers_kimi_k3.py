@@ -2,19 +2,17 @@
 
 import copy
 import dataclasses
-import importlib
 import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-# `kernels/` is out of reach of the remote-code loader's relative imports (layers_kimi_k3.py lists its files).
-kda, kda_step = (importlib.import_module(f".kernels.{name}", __package__) for name in ("kda", "kda_step"))
+from .rollback_kimi_k3 import KDAState, ProjectedInputs, Recording
 
 # A latent buffer grows by a quarter, so that appending a token does not copy the whole cache every time.
 _GROWTH, _GRANULE = 1.25, 64
-# Columns that a recording layer can take back at least; it keeps the inputs of up to twice as many.
-RECORDED_COLUMNS = 64
 
 
 def _columns_to_remove(tokens_to_remove: int, length: int) -> int:
@@ -26,63 +24,22 @@ def _columns_to_remove(tokens_to_remove: int, length: int) -> int:
     return -tokens_to_remove
 
 
-@dataclasses.dataclass
-class ProjectedInputs:
-    """What one forward fed to a KDA layer, enough to advance a state again: real tokens only, row after row.
+class KDAForward(NamedTuple):
+    """What a forward of a KDA layer leaves in its cache, handed over in one piece.
 
     Attributes:
-        tokens: q, k, v before the convolution and the logits of decay and beta, each [n, P].
-        weights: of the convolutions and the gate, as `kda_step.advance` takes them.
-        rows, columns: [n] batch row and column (counted from the start of the forward) of every token.
-        length: columns of the forward.
-        plain: whether every column of every row is a token.
+        state: after the last column.
+        columns: of the forward, padding included.
+        inputs: makes what a recording layer keeps.
+        passed: {tokens inside the forward: state there}, at all of the layer's `boundaries` unless there is padding.
+        real: [B] rows of a step on a static cache that keep the new state, None for all.
     """
 
-    tokens: tuple[torch.Tensor, ...]
-    weights: tuple
-    rows: torch.Tensor
-    columns: torch.Tensor
-    length: int
-    plain: bool
-
-    def _map(self, function) -> "ProjectedInputs":
-        tokens = tuple(function(x) for x in self.tokens)
-        rows, columns = function(self.rows), function(self.columns)
-        return dataclasses.replace(self, tokens=tokens, rows=rows, columns=columns)
-
-    def select(self, index: torch.Tensor) -> "ProjectedInputs":
-        """The tokens at `index` (positions or a mask), copied, so that the others can be freed."""
-        return self._map(lambda x: x[index])
-
-    def to(self, device) -> "ProjectedInputs":
-        return self._map(lambda x: x.to(device))
-
-    def of_rows(self, indices: list[int]) -> "ProjectedInputs":
-        """The same for a batch that consists of the given rows."""
-        places = [torch.nonzero(self.rows == row).flatten() for row in indices]
-        part = self.select(torch.cat(places))
-        part.rows = torch.cat([torch.full_like(place, row) for row, place in enumerate(places)])
-        return part
-
-    def without_first(self, columns: int) -> "ProjectedInputs":
-        part = self.select(self.columns >= columns)
-        part.columns, part.length = part.columns - columns, self.length - columns
-        return part
-
-    def advance(self, columns: int, tails, state, batch: int):
-        """(tails, state) after the tokens in the first `columns` columns; computed where the weights lie."""
-        home, device = self.rows.device, self.weights[1].device
-        part = self.select(self.columns < columns).to(device)
-        if self.plain:  # as a batch, in which a few tokens need no chunks
-            tokens, cu_seqlens = tuple(x.unflatten(0, (batch, -1)) for x in part.tokens), None
-        else:
-            tokens = tuple(x[None] for x in part.tokens)
-            cu_seqlens = torch.nn.functional.pad(torch.bincount(part.rows, minlength=batch).cumsum(0), (1, 0))
-        if state is not None:
-            tails, state = tuple(tail.to(device) for tail in tails), state.to(device)
-        with kda.full_precision(device):
-            tails, state = kda_step.advance(tokens[:3], tokens[3:], *self.weights, tails, state, cu_seqlens)
-        return tuple(tail.to(home) for tail in tails), state.to(home)
+    state: KDAState
+    columns: int
+    inputs: Callable[[], ProjectedInputs]
+    passed: dict[int, KDAState]
+    real: torch.Tensor | None = None
 
 
 class _StateLayer(CacheLayerMixin):
@@ -139,8 +96,11 @@ def _copied(value):
         return value.detach().clone()
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    if isinstance(value, tuple):
+        items = [_copied(item) for item in value]
+        return value._make(items) if hasattr(value, "_make") else tuple(items)
     if dataclasses.is_dataclass(value):
         return type(value)(*(_copied(getattr(value, field.name)) for field in dataclasses.fields(value)))
     return value
@@ -154,9 +114,8 @@ class KDACacheLayer(_StateLayer):
 
     Attributes:
         offload: whether everything lies on the CPU between two forwards.
-        record_past: whether projected inputs are kept, so that `crop` can go back to any boundary since the last one.
-        conv_tails: the last W - 1 inputs of the q, k and v convolutions, three tensors [B, W - 1, H * K or V], or None.
-        recurrent_state: [B, H, K, V] float32, or None before the first token.
+        state: of all rows after the columns that were fed.
+        recording: what `crop` needs to go back to any boundary since the last one.
     """
 
     tensor_names = KDA_TENSORS
@@ -165,177 +124,106 @@ class KDACacheLayer(_StateLayer):
     def __init__(self, offload: bool = False):
         super().__init__()
         self.offload = offload
-        self.conv_tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        self.recurrent_state: torch.Tensor | None = None
-        self.record_past = False
-        self.recorded_columns = RECORDED_COLUMNS
-        self.wanted: frozenset[int] = frozenset()  # columns at which forwards keep the state for a snapshot
-        self.kept: dict[int, tuple] = {}  # {column: (conv_tails, recurrent_state)}, of those that were passed
-        self._boundary: tuple | None = None  # (conv_tails, recurrent_state) before the recorded tokens
-        self._recorded: list[ProjectedInputs] = []
+        self.state, self.recording = KDAState(), Recording()
+        self.snapshot_columns: frozenset[int] = frozenset()  # at which forwards keep the state for a snapshot
+        self.snapshots: dict[int, KDAState] = {}  # those of them that were passed
 
     @property
     def is_croppable(self) -> bool:
-        return self.record_past
+        return self.recording.active
 
     def activate_past_recording(self) -> None:
         """From the next forward on, keep what `crop` needs."""
-        self.record_past = True
+        self.recording.active = True
 
-    def read(self, device) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:
-        """(conv_tails, recurrent_state) on the device of the layer that asks, (None, None) before the first token."""
-        if not self.is_initialized:
-            return None, None
-        return tuple(_usable(tail, device) for tail in self.conv_tails), _usable(self.recurrent_state, device)
+    def read(self, device) -> KDAState:
+        """The state on the device of the layer that asks."""
+        return self.state.map(lambda x: _usable(x, device))
 
     def keep_states(self, columns: frozenset[int]) -> None:
         """Forget the states kept so far; from the next forward on keep those at these columns."""
-        self.wanted, self.kept = columns, {}
+        self.snapshot_columns, self.snapshots = columns, {}
 
     def boundaries(self, length: int) -> list[int]:
         """Numbers of tokens inside the next forward, of `length` columns without padding, at which it has to export its
         state: those that a snapshot may ask for, and where a recording cache will be able to go back to."""
-        inside = {column - self.seq_length for column in self.wanted}
-        if self.record_past and self._recorded_columns() + length > 2 * self.recorded_columns:
-            inside.add(length - self.recorded_columns)
+        inside = {column - self.seq_length for column in self.snapshot_columns}
+        if (split := self.recording.split(length)) is not None:
+            inside.add(split)
         return sorted(boundary for boundary in inside if 0 < boundary < length)
 
-    def export(self, states: dict[int, tuple]) -> None:
-        """Before `store`: keep what was asked for of {tokens inside the forward: (conv_tails, recurrent_state)}."""
-        for inside, (tails, state) in states.items():
-            if self.seq_length + inside in self.wanted:
-                home = _home(self.offload, state.device)
-                self.kept[self.seq_length + inside] = tuple(tail.to(home) for tail in tails), state.to(home)
-
-    def record(self, projected, logits, weights, order, batch: int, length: int, exported: dict[int, tuple]) -> None:
-        """Keep the inputs of a forward before its state is stored.
-
-        Args:
-            projected, logits: q, k, v before the convolution, and of decay and beta; [B, T, P], or [1, n, P] of the
-                real tokens.
-            weights: as `kda_step.advance` takes them.
-            order: [n] flat indices of the real tokens in [B, T], None when all are.
-            exported: as `export` takes them, for all of `boundaries` unless there is padding.
-        """
-        home = _home(self.offload, projected[0].device)
-        if not self._recorded:
-            self._boundary = self.read(home)
-        flat = torch.arange(batch * length, device=projected[0].device) if order is None else order
-        part = ProjectedInputs(
-            tuple(x.detach().flatten(0, 1) for x in (*projected, *logits)),
-            (tuple(x.detach() for x in weights[0]), *(x.detach() for x in weights[1:3]), weights[3]),
-            flat // length,
-            flat % length,
-            length,
-            order is None,
-        )
-        excess = self._recorded_columns() + length - self.recorded_columns
-        if excess > self.recorded_columns and length - self.recorded_columns in exported:  # a prompt
-            passed = length - self.recorded_columns
-            tails, state = exported[passed]
-            self._boundary = tuple(tail.detach().to(home) for tail in tails), state.detach().to(home)
-            self._recorded = [part.without_first(passed).to(home)]
-            return
-        self._recorded.append(part.to(home))
-        if excess > self.recorded_columns:  # a prompt with padding, or a long run without a crop: move the boundary up
-            self._boundary = self._advanced(excess, batch)
-            while excess >= self._recorded[0].length:
-                excess -= self._recorded.pop(0).length
-            self._recorded[0] = self._recorded[0].without_first(excess)
-
-    def _recorded_columns(self) -> int:
-        return sum(part.length for part in self._recorded)
+    def store(self, forward: KDAForward) -> None:
+        """Take over what a forward leaves. The tensors belong to the cache from here on."""
+        home = _home(self.offload, forward.state.recurrent.device)
+        new = forward.state.map(lambda x: x.to(home))
+        if self.recording.active:
+            before = self.state.map(lambda x: _usable(x, home))
+            passed = {inside: state.map(lambda x: x.to(home)) for inside, state in forward.passed.items()}
+            self.recording.add(forward.inputs().to(home), before, passed, len(new.recurrent))
+        for inside, state in forward.passed.items():
+            if self.seq_length + inside in self.snapshot_columns:
+                self.snapshots[self.seq_length + inside] = state.map(lambda x: x.to(home))
+        self.state, self.is_initialized = new, True
+        self.seq_length += forward.columns
+        if self.seq_length in self.snapshot_columns:
+            self.snapshots[self.seq_length] = self.state
 
     def crop(self, tokens_to_remove: int) -> None:
         """Go back by so many columns and make that the boundary to which the next `crop` can return."""
         remove = _columns_to_remove(tokens_to_remove, self.seq_length)
-        recorded = self._recorded_columns()
+        recorded = self.recording.columns
         if remove > recorded:
             raise ValueError(
                 f"cannot remove {remove} tokens: a KDA layer recorded the last {recorded}. Call "
                 "cache.activate_past_recording() before the forward whose tokens may be removed; at least the last "
-                f"{self.recorded_columns} can then be taken back"
+                f"{self.recording.reach} can then be taken back"
             )
         if remove:
-            self.conv_tails, self.recurrent_state = self._advanced(recorded - remove, self.batch_size)
+            self.state = self.recording.state_after(recorded - remove, self.state, self.batch_size)
             self.seq_length -= remove
-            self.kept = {column: state for column, state in self.kept.items() if column <= self.seq_length}
-        self._boundary, self._recorded = None, []
-
-    @torch.no_grad()
-    def _advanced(self, columns: int, batch: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """(conv_tails, recurrent_state) `columns` recorded columns after the boundary."""
-        tails, state = self._boundary
-        if columns == 0:  # nothing to replay; before the first token everything is zero
-            if state is None:
-                tails, state = tuple(map(torch.zeros_like, self.conv_tails)), torch.zeros_like(self.recurrent_state)
-            return tails, state
-        for part in self._recorded:
-            tails, state = part.advance(columns, tails, state, batch)
-            columns -= part.length
-            if columns <= 0:
-                break
-        return tails, state
-
-    def store(self, conv_tails: tuple[torch.Tensor, ...], recurrent_state: torch.Tensor, new_tokens: int) -> None:
-        """Take over the state after `new_tokens` more columns. The tensors belong to the cache from here on."""
-        home = _home(self.offload, recurrent_state.device)
-        self.conv_tails, self.recurrent_state = tuple(tail.to(home) for tail in conv_tails), recurrent_state.to(home)
-        self.seq_length += new_tokens
-        self.is_initialized = True
-        if self.seq_length in self.wanted:
-            self.kept[self.seq_length] = self.conv_tails, self.recurrent_state
+            self.snapshots = {column: state for column, state in self.snapshots.items() if column <= self.seq_length}
+        self.recording.clear()
 
     def tensors(self) -> list[torch.Tensor]:
-        return [*self.conv_tails, self.recurrent_state] if self.is_initialized else []
+        return [*self.state.tails, self.state.recurrent] if self.is_initialized else []
 
     @property
     def batch_size(self) -> int:
-        return self.recurrent_state.shape[0] if self.is_initialized else -1
-
-    def _map(self, function) -> None:
-        if self.is_initialized:
-            self.conv_tails = tuple(function(tail) for tail in self.conv_tails)
-            self.recurrent_state = function(self.recurrent_state)
-        if self._boundary is not None and self._boundary[1] is not None:
-            tails, state = self._boundary
-            self._boundary = tuple(function(tail) for tail in tails), function(state)
-        self.kept = {
-            column: (tuple(function(tail) for tail in tails), function(state))
-            for column, (tails, state) in self.kept.items()
-        }
+        return self.state.recurrent.shape[0] if self.is_initialized else -1
 
     def fork(self) -> "KDACacheLayer":
         """A second holder of the same state: tensors are replaced, never written, so they can be shared."""
         forked = copy.copy(self)
-        forked._recorded = list(self._recorded)
+        forked.recording = self.recording.fork()
         forked.keep_states(frozenset())
         return forked
 
     def fork_at(self, column: int) -> "KDACacheLayer":
         """A holder of the state that was kept there, not recording."""
-        tails, state = self.kept[column]
         forked = KDACacheLayer(self.offload)
-        forked.load([*tails, state], column)
+        forked.load([*self.snapshots[column].tails, self.snapshots[column].recurrent], column)
         return forked
 
     def load(self, tensors: list[torch.Tensor], seq_length: int) -> None:
-        self.conv_tails, self.recurrent_state = tuple(tensors[:3]), tensors[3]
+        self.state = KDAState(tuple(tensors[:3]), tensors[3])
         self.seq_length, self.is_initialized = seq_length, True
 
     def to(self, device) -> None:
         self._map(lambda x: x.to(device))
-        self._recorded = [part.to(device) for part in self._recorded]
+        self.recording.to(device)
 
     def reset(self) -> None:
-        recording = self.record_past, self.recorded_columns
+        recording = Recording(self.recording.active, self.recording.reach)
         self.__init__(self.offload)
-        self.record_past, self.recorded_columns = recording
+        self.recording = recording
+
+    def _map(self, function) -> None:
+        self.state = self.state.map(function)
+        self.snapshots = {column: state.map(function) for column, state in self.snapshots.items()}
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._map(lambda x: x.index_select(0, indices.to(x.device)))
-        if self._recorded:
-            self._recorded = [part.of_rows(indices.tolist()) for part in self._recorded]
+        self.recording.of_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
@@ -350,9 +238,8 @@ class LatentCacheLayer(_StateLayer):
 
     def __init__(self, offload: bool = False):
         super().__init__()
-        self.offload = (
-            offload  # whether the buffer lies on the CPU; new latents are written there, all are read from it
-        )
+        # whether the buffer lies on the CPU; new latents are written there, all are read from it
+        self.offload = offload
         self.buffer: torch.Tensor | None = None  # [B, capacity, kv_lora_rank + qk_rope_head_dim]
         self._holders = weakref.WeakSet([self])  # the layers that read this buffer, forks of one another
         self.reserved = 0  # columns that a buffer has room for at least
@@ -553,30 +440,29 @@ class StaticKDACacheLayer(_StaticLayer):
 
     tensor_names = KDA_TENSORS
     writes_in_place = True
-    record_past = False
 
     @staticmethod
     def boundaries(length: int) -> list[int]:
         """As `KDACacheLayer.boundaries`: nothing is exported."""
         return []
 
-    def read(self, device) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:
+    def read(self, device) -> KDAState:
         """As `KDACacheLayer.read`; the layer never leaves its device."""
-        return (tuple(self.buffers[:3]), self.buffers[3]) if self.is_initialized else (None, None)
+        return KDAState(tuple(self.buffers[:3]), self.buffers[3]) if self.is_initialized else KDAState()
 
-    def store(self, conv_tails, recurrent_state, new_tokens: int, real: torch.Tensor | None = None) -> None:
-        """As `KDACacheLayer.store`; rows in which `real` [B] is False keep their state."""
-        new = (*conv_tails, recurrent_state)
-        self._refuse_autograd(recurrent_state)
+    def store(self, forward: KDAForward) -> None:
+        """As `KDACacheLayer.store`, written into the buffers."""
+        new = (*forward.state.tails, forward.state.recurrent)
+        self._refuse_autograd(forward.state.recurrent)
         if not self.is_initialized:
             self._reserve(*((tensor.shape, tensor.dtype, tensor.device) for tensor in new))
         for buffer, tensor in zip(self.buffers, new, strict=True):
             if tensor is buffer:  # the layer has written it in place
                 continue
-            if real is not None:
-                tensor = torch.where(real.view(-1, *[1] * (buffer.dim() - 1)), tensor, buffer)
+            if forward.real is not None:
+                tensor = torch.where(forward.real.view(-1, *[1] * (buffer.dim() - 1)), tensor, buffer)
             buffer.copy_(tensor)
-        self._advance(new_tokens)
+        self._advance(forward.columns)
 
     def tensors(self) -> list[torch.Tensor]:
         return list(self.buffers) if self.is_initialized else []

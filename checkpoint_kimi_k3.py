@@ -78,7 +78,7 @@ class HeadsToFile(ConversionOps):
         tensor = tensors[0] if isinstance(tensors, list) else tensors
         shape = getattr(model, "_a_log_file_shape", None)
         if shape is None:
-            kimi_linear = model.config.get_text_config(decoder=True).is_kimi_linear_layout
+            kimi_linear = model.config.get_text_config(decoder=True).has_softplus_gate
             shape = (1, 1, tensor.numel(), 1) if kimi_linear else (padded_heads(tensor.numel()),)
         padding = tensor.new_zeros(math.prod(shape) - tensor.numel())
         return {target_patterns[0]: torch.cat([tensor, padding]).view(shape)}

@@ -296,7 +296,7 @@ class KimiK3TextConfig(PreTrainedConfig):
         return self.linear_attn_config.get("gate_lower_bound")
 
     @property
-    def is_kimi_linear_layout(self) -> bool:
+    def has_softplus_gate(self) -> bool:
         """Checkpoints with the softplus gate store convolutions, output norm and selection bias in the model's dtype;
         those with the bounded gate store them in float32."""
         return self.gate_lower_bound is None

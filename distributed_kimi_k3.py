@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .layout_kimi_k3 import token_layout
+from .layers_kimi_k3 import run_layers
+from .packing_kimi_k3 import causal_mask, find_packing
 
 if dist.is_available():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -243,15 +243,9 @@ class PipelinePart(nn.Module):
         """
         backbone, stage = self.model.model, self.model._pp_stage
         partial, *blocks = (backbone.embed_tokens(streams[0]),) if stage.pp_is_first_stage else streams
-        layout = token_layout(attention_mask, position_ids, cu_seq_lens_q, partial, None)
-        packed = layout is not None and layout.documents is not None
-        document = (lambda b, h, q, kv: layout.documents[b, q] == layout.documents[b, kv]) if packed else None
-        mask = create_causal_mask(backbone.config, partial, attention_mask, None, and_mask_function=document)
-        for layer in self.layers:
-            entering = partial
-            partial, *_ = layer(partial, *blocks, attention_mask=mask, layout=layout)
-            if layer.starts_block:
-                blocks = (*blocks, entering)
+        packing = find_packing(attention_mask, position_ids, cu_seq_lens_q, partial, None)
+        mask = causal_mask(backbone.config, partial, attention_mask, None, packing)
+        partial, blocks = run_layers(self.layers, partial, blocks, attention_mask=mask, packing=packing)
         if not stage.pp_is_last_stage:
             return (partial, *blocks)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

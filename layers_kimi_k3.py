@@ -2,42 +2,7 @@
 
 The operations live in `kernels/`, each with its torch reference; this file holds the parameters and what flows between
 them (`docs/design.md` draws it).
-
-Files the remote-code loader must carry, in the slash form that its regular expression reads:
-
-from .kernels/attn_res import
-from .kernels/attn_res_triton import
-from .kernels/cross_entropy import
-from .kernels/dispatch import
-from .kernels/expert_rows_triton import
-from .kernels/experts import
-from .kernels/experts_few_gluon import
-from .kernels/experts_gluon import
-from .kernels/experts_triton import
-from .kernels/gluon_tools import
-from .kernels/kda import
-from .kernels/kda_backward_triton import
-from .kernels/kda_chunk_triton import
-from .kernels/kda_context import
-from .kernels/kda_step import
-from .kernels/kda_step_triton import
-from .kernels/mla_decode import
-from .kernels/mla_decode_gluon import
-from .kernels/mla_decode_triton import
-from .kernels/mla_prefill import
-from .kernels/mxfp4 import
-from .kernels/norms import
-from .kernels/norms_triton import
-from .kernels/router import
-from .kernels/router_triton import
-from .kernels/short_conv import
-from .kernels/short_conv_triton import
-from .kernels/situ import
-from .kernels/situ_triton import
-from .kernels/triton_tools import
 """
-
-import importlib
 
 import torch
 import torch.nn.functional as F
@@ -50,23 +15,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from .cache_kimi_k3 import HybridCache
+from .cache_layers_kimi_k3 import KDAForward
 from .configuration_kimi_k3 import KimiK3TextConfig
-from .layout_kimi_k3 import StepLayout, TokenLayout
-
-
-def _kernel(name):
-    """Modules below `kernels/` are out of reach of the remote-code loader's relative imports (module docstring)."""
-    return importlib.import_module(f".kernels.{name}", __package__)
-
-
-attn_res, experts_op, kda, kda_step, mla_decode, mla_prefill, mxfp4, norms, router, short_conv, situ = map(
-    _kernel,
-    (
-        "attn_res", "experts", "kda", "kda_step", "mla_decode", "mla_prefill", "mxfp4", "norms", "router", "short_conv",
-        "situ",
-    ),
-)  # fmt: skip
-cross_entropy = _kernel("cross_entropy")
+from .kernels_kimi_k3 import (
+    attn_res,
+    kda,
+    kda_step,
+    mla_decode,
+    mla_prefill,
+    mxfp4,
+    norms,
+    router,
+    short_conv,
+    situ,
+)
+from .kernels_kimi_k3 import (
+    experts as experts_op,
+)
+from .packing_kimi_k3 import Packing, StepPacking
+from .rollback_kimi_k3 import KDAState, ProjectedInputs
 
 # The latent norms of MLA keep the default of the official module, not `rms_norm_eps` (docs/design.md, disputed facts).
 LATENT_NORM_EPS = 1e-6
@@ -131,7 +98,7 @@ class KimiK3DeltaAttention(nn.Module):
         self.num_heads, self.head_dim = linear["num_heads"], linear["head_dim"]
         self.lower_bound = config.gate_lower_bound
         hidden, channels, width = config.hidden_size, self.num_heads * self.head_dim, linear["short_conv_kernel_size"]
-        stored = torch.get_default_dtype() if config.is_kimi_linear_layout else at_least_float32()
+        stored = torch.get_default_dtype() if config.has_softplus_gate else at_least_float32()
 
         self.q_proj = nn.Linear(hidden, channels, bias=False)
         self.k_proj = nn.Linear(hidden, channels, bias=False)
@@ -157,7 +124,7 @@ class KimiK3DeltaAttention(nn.Module):
         self,
         hidden_states,
         cache: HybridCache | None = None,
-        layout: TokenLayout | StepLayout | None = None,
+        packing: Packing | StepPacking | None = None,
         context=None,
     ):
         """[B, T, hidden] -> [B, T, hidden]; reads and advances the layer's state in `cache`.
@@ -168,57 +135,57 @@ class KimiK3DeltaAttention(nn.Module):
         if context is not None:
             convolve, recur = context.short_convs, context.fused_kda
         batch, length, _ = hidden_states.shape
-        state = cache.layers[self.layer_idx] if cache is not None else None
-        tails, recurrent = state.read(hidden_states.device) if state is not None else (None, None)
-        kept_rows = {}
-        if isinstance(layout, StepLayout):  # every row computes, those at padding do not keep the result
-            kept_rows, layout = {"real": layout.real}, None
-        x, cu_seqlens = (hidden_states, None) if layout is None else (layout.take(hidden_states), layout.cu_seqlens)
+        cache_layer = cache.layers[self.layer_idx] if cache is not None else None
+        before = cache_layer.read(hidden_states.device) if cache_layer is not None else KDAState()
+        real = None
+        if isinstance(packing, StepPacking):  # every row computes, those at padding do not keep the result
+            real, packing = packing.real, None
+        x, cu_seqlens = (hidden_states, None) if packing is None else (packing.take(hidden_states), packing.cu_seqlens)
 
         projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         logits = self.f_b_proj(self.f_a_proj(x)), self.b_proj(x)
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         conv_weights = self.q_conv1d(), self.k_conv1d(), self.v_conv1d()
         weights = conv_weights, self.A_log, self.dt_bias, self.lower_bound
-        boundaries = state.boundaries(length) if state is not None and layout is None else []
-        exported = {}
+        boundaries = cache_layer.boundaries(length) if cache_layer is not None and packing is None else []
+        passed = {}
         with kda.full_precision(x.device):
-            # An offloaded norm has its weight only while it is called.
-            few = tails is not None and layout is None and length <= kda_step.MAX_TOKENS and not boundaries
-            if few and not self.o_norm.weight.is_meta:
-                out, new_tails, recurrent = kda_step.kda_step(
+            few = before.tails is not None and packing is None and length <= kda_step.MAX_TOKENS and not boundaries
+            if few and not self.o_norm.weight.is_meta:  # an offloaded norm has its weight only while it is called
+                out, tails, recurrent = kda_step.kda_step(
                     *projected,
                     *logits,
                     gate,
-                    tails,
+                    before.tails,
                     *weights,
                     self.o_norm.weight,
-                    recurrent,
+                    before.recurrent,
                     self.o_norm.eps,
                     # Under autograd the cache refuses what it is given, unchanged.
-                    in_place=state.writes_in_place and not kept_rows and not torch.is_grad_enabled(),
+                    in_place=cache_layer.writes_in_place and real is None and not torch.is_grad_enabled(),
                 )
             else:
-                convolved, new_tails = convolve(projected, conv_weights, tails, cu_seqlens, state is not None)
+                convolved, tails = convolve(projected, conv_weights, before.tails, cu_seqlens, cache_layer is not None)
                 heads = (*x.shape[:2], self.num_heads, self.head_dim)
                 q, k, v, decay = (u.view(heads) for u in (*convolved, logits[0]))
                 arguments = q, k, v, decay, logits[1], *weights[1:]
                 if boundaries:
-                    out, recurrent, states = kda.fused_kda_states(*arguments, recurrent, boundaries)
-                    passed = (short_conv.tails_after(projected, tails, conv_weights, tokens) for tokens in boundaries)
-                    exported = dict(zip(boundaries, zip(passed, states, strict=True), strict=True))
+                    out, recurrent, states = kda.fused_kda_states(*arguments, before.recurrent, boundaries)
+                    for tokens, state in zip(boundaries, states, strict=True):
+                        at = short_conv.tails_after(projected, before.tails, conv_weights, tokens)
+                        passed[tokens] = KDAState(at, state)
                 else:
-                    out, recurrent = recur(*arguments, initial_state=recurrent, cu_seqlens=cu_seqlens)
+                    out, recurrent = recur(*arguments, initial_state=before.recurrent, cu_seqlens=cu_seqlens)
                 out = self.o_norm(out, gate.view(heads)).flatten(-2)
-        if state is not None:
-            if state.record_past:
-                order = layout.order if layout is not None else None
-                state.record(projected, logits, weights, order, batch, length, exported)
-            if exported:
-                state.export(exported)
-            state.store(new_tails, recurrent, length, **kept_rows)
-        if layout is not None:
-            out = layout.put_back(out, batch, length)
+        if cache_layer is not None:
+            order = None if packing is None else packing.order
+
+            def inputs():
+                return ProjectedInputs.of_forward(projected, logits, weights, order, batch, length)
+
+            cache_layer.store(KDAForward(KDAState(tails, recurrent), length, inputs, passed, real))
+        if packing is not None:
+            out = packing.put_back(out, batch, length)
         return self.o_proj(out)
 
 
@@ -267,7 +234,7 @@ class KimiK3MLAttention(nn.Module):
         hidden_states,
         attention_mask=None,
         cache: HybridCache | None = None,
-        layout: TokenLayout | None = None,
+        packing: Packing | None = None,
         need_weights: bool = False,
         in_blocks: bool = False,
         context=None,
@@ -280,12 +247,14 @@ class KimiK3MLAttention(nn.Module):
         `context` reaches the tokens on other processes (`context_parallel.py`).
         """
         rows, columns, _ = hidden_states.shape
-        ragged = layout is not None and cache is None and not need_weights and is_flash_attention_requested(self.config)
+        ragged = (
+            packing is not None and cache is None and not need_weights and is_flash_attention_requested(self.config)
+        )
         if ragged:  # flash kernels know no mask between documents: as in KDA, real tokens only, end to end
-            hidden_states, attention_mask = layout.take(hidden_states), None
-            offsets = layout.cu_seqlens.to(torch.int32)
+            hidden_states, attention_mask = packing.take(hidden_states), None
+            offsets = packing.cu_seqlens.to(torch.int32)
             kwargs |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
-            kwargs |= {"max_length_q": layout.longest, "max_length_k": layout.longest}
+            kwargs |= {"max_length_q": packing.longest, "max_length_k": packing.longest}
         batch, length, _ = hidden_states.shape
         if self.config.q_lora_rank is None:
             query = self.q_proj(hidden_states)
@@ -294,17 +263,17 @@ class KimiK3MLAttention(nn.Module):
         query = query.view(batch, length, self.num_heads, self.qk_dim).transpose(1, 2)
         latent, k_pe = self.kv_a_proj_with_mqa(hidden_states).split([self.kv_rank, self.rope_dim], dim=-1)
         latents = torch.cat([self.kv_a_layernorm(latent), k_pe], dim=-1)
-        held = None
+        filled = None
         if cache is not None:
             latents = cache.layers[self.layer_idx].append(latents)
-            held = cache.layers[self.layer_idx].get_seq_length()
+            filled = cache.layers[self.layer_idx].get_seq_length()
 
         if context is not None:
             out, weights = context.attention(self, query, latents, **kwargs), None
         elif self._absorbing_is_cheaper(length, latents.shape[1]) and not (
             in_blocks and self._scores_are_many(query, latents)
         ):
-            out, weights = self._absorbed(query, latents, attention_mask, need_weights, held)
+            out, weights = self._absorbed(query, latents, attention_mask, need_weights, filled)
         elif in_blocks:
             out, weights = mla_prefill.attend_in_blocks(query, latents, self._keys_and_values, self.scaling), None
         else:
@@ -313,7 +282,7 @@ class KimiK3MLAttention(nn.Module):
         if self.config.mla_use_output_gate:
             out = out * torch.sigmoid(self.g_proj(hidden_states))
         out = self.o_proj(out)
-        return layout.put_back(out, rows, columns) if ragged else out, weights
+        return packing.put_back(out, rows, columns) if ragged else out, weights
 
     def _absorbing_is_cheaper(self, queries: int, keys: int) -> bool:
         """Multiplications a head: expanding costs `kv_rank * (nope + v)` a key, absorbing makes each pair wider."""
@@ -354,10 +323,10 @@ class KimiK3MLAttention(nn.Module):
         out, weights = attention(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return out[..., : self.v_dim] if padding > 0 else out, weights
 
-    def _absorbed(self, query, latents, attention_mask, need_weights, held):
+    def _absorbed(self, query, latents, attention_mask, need_weights, filled):
         """Heads become rows of one query against the latents: [B, 1, T * H, kv_rank + rope].
 
-        A few tokens on a GPU run as a kernel; a static cache's count `held` tells it where the filled part ends.
+        A few tokens on a GPU run as a kernel; a static cache's count `filled` tells it where the filled part ends.
         """
         batch, heads, length, _ = query.shape
         w_uk, w_uv = self.kv_b_proj.weight.view(heads, -1, self.kv_rank).split([self.nope_dim, self.v_dim], dim=1)
@@ -373,7 +342,7 @@ class KimiK3MLAttention(nn.Module):
                 latents,
                 self.scaling,
                 attention_mask,
-                held if isinstance(held, torch.Tensor) else None,
+                filled if isinstance(filled, torch.Tensor) else None,
             )
             out = torch.bmm(out.permute(2, 0, 1, 3).reshape(heads, batch * length, -1), w_uv.transpose(1, 2))
             return out.view(heads, batch, length, -1).permute(1, 2, 0, 3), None
@@ -447,7 +416,7 @@ class KimiK3TopkRouter(nn.Module):
     def __init__(self, config: KimiK3TextConfig):
         super().__init__()
         self.config = config
-        dtype = torch.get_default_dtype() if config.is_kimi_linear_layout else at_least_float32()
+        dtype = torch.get_default_dtype() if config.has_softplus_gate else at_least_float32()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         # A buffer: it is moved by a balancing rule, not by gradients.
         self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts, dtype=dtype))
@@ -623,7 +592,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
     """Attention and feed-forward, reading a mix over depth (or the ordinary residual stream).
 
     Under Attention Residuals `partial` is the sum of the sublayer outputs of the running block and `blocks` are the
-    sums of the finished ones, the embedding first.
+    sums of the finished ones, the embedding first; `run_layers` seals them.
     """
 
     def __init__(self, config: KimiK3TextConfig, layer_idx: int):
@@ -648,10 +617,13 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
     def starts_block(self) -> bool:
         return self.block_size is not None and self.layer_idx % self.block_size == 0
 
-    def forward(self, partial, *blocks, attention_mask=None, cache=None, layout=None, context=None, **kwargs):
+    def forward(
+        self, partial, *blocks, attention_mask=None, cache=None, packing=None, context=None, need_weights=False,
+        in_blocks=False, **kwargs
+    ):  # fmt: skip
         """
         Args:
-            partial: [B, T, hidden]; at a block's first layer the sum that is to be sealed.
+            partial: [B, T, hidden], or None at a block's first layer, whose attention output begins the sum.
             blocks: each [B, T, hidden], none without Attention Residuals. Arguments of their own and not a tuple, so
                 that re-entrant gradient checkpointing sees them.
 
@@ -661,15 +633,19 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         read, hidden = self._read(blocks, partial, "self_attention", self.input_layernorm)
         weights = None
         if self.is_linear:
-            attended = self.self_attn(hidden, cache=cache, layout=layout, context=context)
+            attended = self.self_attn(hidden, cache=cache, packing=packing, context=context)
         else:
             attended, weights = self.self_attn(
-                hidden, attention_mask=attention_mask, cache=cache, layout=layout, context=context, **kwargs
+                hidden,
+                attention_mask=attention_mask,
+                cache=cache,
+                packing=packing,
+                need_weights=need_weights,
+                in_blocks=in_blocks,
+                context=context,
+                **kwargs,
             )
-        if self.starts_block:
-            blocks, partial = (*blocks, partial), attended
-        else:
-            partial = partial + attended
+        partial = attended if partial is None else partial + attended
         _, hidden = self._read(blocks, partial, "mlp", self.post_attention_layernorm)
         logits = None
         if hasattr(self, "block_sparse_moe"):
@@ -680,15 +656,38 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
 
     def _read(self, blocks, partial, sublayer, layernorm):
         """What a sublayer reads, the mix over depth (without Attention Residuals the stream itself), and its norm."""
+        sources = blocks if partial is None else (*blocks, partial)
         # The mix of one source is that source. In training it runs all the same, for gradients of zero: DDP waits for
         # every parameter's.
-        if self.block_size is None or not (blocks or torch.is_grad_enabled()):
-            return partial, layernorm(partial)
+        if self.block_size is None or (len(sources) == 1 and not torch.is_grad_enabled()):
+            return sources[0], layernorm(sources[0])
         norm, proj = getattr(self, f"{sublayer}_res_norm"), getattr(self, f"{sublayer}_res_proj")
-        sources = (*blocks, partial)
         # A norm that is offloaded, hooked or replaced acts only when it is called.
         plain = type(layernorm) is KimiK3RMSNorm and not layernorm.weight.is_meta and not layernorm._forward_hooks
         if plain and attn_res.is_fused(sources, layernorm.weight):
             return attn_res.attn_res_mix_norm(sources, norm(), proj(), self.eps, layernorm.weight, layernorm.eps)
         mixed = attn_res.attn_res_mix(sources, norm(), proj(), self.eps)
         return mixed, layernorm(mixed)
+
+
+def run_layers(layers, partial, blocks=(), observe=None, **arguments):
+    """A stream through decoder layers. Here, and nowhere else, blocks of Attention Residuals are sealed: the running
+    sum becomes a finished block where the next block's first layer begins.
+
+    Args:
+        layers: all decoder layers, or those of a pipeline stage.
+        partial, blocks: the running sum (first the embedding) and the finished blocks, each [B, T, hidden].
+        observe: called after every layer with the sum, and with what the layer read, its attention weights and its
+            router logits.
+        arguments: of every layer's forward.
+
+    Returns:
+        the running sum and the finished blocks.
+    """
+    for layer in layers:
+        if layer.starts_block:
+            partial, blocks = None, (*blocks, partial)
+        partial, read, weights, logits = layer(partial, *blocks, **arguments)
+        if observe is not None:
+            observe(partial, hidden_states=read, attentions=weights, router_logits=logits)
+    return partial, blocks

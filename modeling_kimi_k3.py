@@ -7,19 +7,15 @@ transformers reads the text of this file to learn what a model supports. The rou
 """
 
 import copy
-import dataclasses
 import math
 import re
-import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import DynamicCache
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import is_flash_attention_requested
@@ -29,7 +25,14 @@ from .cache_kimi_k3 import HybridCache
 from .checkpoint_kimi_k3 import load_checked, weight_conversions
 from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from .distributed_kimi_k3 import check_fit, pipeline_forward, without_tensor_parallelism
-from .graph_kimi_k3 import CapturedForward, can_capture
+from .generation_kimi_k3 import (
+    CACHE_ARGUMENT,
+    KimiK3CausalLMOutput,
+    KimiK3GenerationMixin,
+    KimiK3ModelOutput,
+    one_cache,
+)
+from .kernels_kimi_k3 import attn_res, cross_entropy, mxfp4
 from .layers_kimi_k3 import (
     KimiK3DecoderLayer,
     KimiK3DeltaAttention,
@@ -41,33 +44,13 @@ from .layers_kimi_k3 import (
     KimiK3RMSNormGated,
     KimiK3ShortConvolution,
     KimiK3TopkRouter,
-    attn_res,
-    cross_entropy,
-    mxfp4,
+    run_layers,
 )
-from .layout_kimi_k3 import TokenLayout, token_layout
+from .packing_kimi_k3 import Packing, causal_mask, find_packing, packed_offsets
+from .remote_code_kimi_k3 import auto_map, copy_code
 from .vision_kimi_k3 import KimiK3PositionTable, KimiK3Projector, KimiK3VisionTower
 
 logger = logging.get_logger(__name__)
-
-# transformers 5.24 renamed `past_key_values` to `cache`; the field of the output says which one this release uses.
-CACHE_ARGUMENT = (
-    "cache" if "cache" in {f.name for f in dataclasses.fields(MoeModelOutputWithPast)} else "past_key_values"
-)
-if CACHE_ARGUMENT == "past_key_values":  # the newer releases' outputs answer to both names by themselves
-
-    class _BothCacheNames:
-        @property
-        def cache(self) -> HybridCache | None:
-            return self.past_key_values
-
-    class KimiK3ModelOutput(_BothCacheNames, MoeModelOutputWithPast):
-        """transformers' output, whose cache also answers to its newer name."""
-
-    class KimiK3CausalLMOutput(_BothCacheNames, MoeCausalLMOutputWithPast):
-        """transformers' output, whose cache also answers to its newer name."""
-else:
-    KimiK3ModelOutput, KimiK3CausalLMOutput = MoeModelOutputWithPast, MoeCausalLMOutputWithPast
 
 
 class KimiK3PreTrainedModel(PreTrainedModel):
@@ -96,7 +79,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
             self.expert_storage = "dequantize"
             text_config.expert_quantization = None
         super().__init__(config, *inputs, **kwargs)
-        if not text_config.is_kimi_linear_layout:
+        if not text_config.has_softplus_gate:
             self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, *self._fp32_of_bounded_gate]
         self._weight_conversions = self._conversions()
 
@@ -104,15 +87,6 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         if self.expert_storage == "dequantize":
             return weight_conversions(self.config, "float")
         return weight_conversions(self.config, self.expert_storage)
-
-    def get_compiled_call(self, compile_config):
-        """What `generate` calls for every token on a static cache: on one CUDA GPU a captured graph of the forward.
-
-        `generate(disable_compile=True)` runs the forward as it is, and a `compile_config` asks for torch.compile.
-        """
-        if compile_config is None and can_capture(self):
-            return CapturedForward(self)
-        return super().get_compiled_call(compile_config)
 
     def get_correct_experts_implementation(self, requested_experts):
         # Our own grouped path by default; transformers would pick grouped_mm, which has no packed experts.
@@ -244,55 +218,6 @@ class KimiK3PreTrainedModel(PreTrainedModel):
             init.zeros_(module.weight)  # Attention Residuals start as a plain average over depth (arXiv 2603.15031)
 
 
-# Saved beside the weights, with the files of `kernels/`.
-CODE_FILES = tuple(
-    f"{part}_kimi_k3.py"
-    for part in (
-        "cache",
-        "cache_layers",
-        "checkpoint",
-        "configuration",
-        "distributed",
-        "graph",
-        "layers",
-        "layout",
-        "modeling",
-        "vision",
-    )
-)
-
-
-def auto_map(model: PreTrainedModel) -> dict[str, str]:
-    """Which of our classes the Auto classes find in a saved folder."""
-    config, head = type(model.config).__name__, type(model).__name__
-    # By name: a folder's config class and the one imported here can be two copies of one class.
-    is_text = model.config.model_type == KimiK3TextConfig.model_type
-    base = "KimiK3Model" if is_text else head
-    causal = "KimiK3ForCausalLM" if is_text else head
-    return {
-        "AutoConfig": f"configuration_kimi_k3.{config}",
-        "AutoModel": f"modeling_kimi_k3.{base}",
-        "AutoModelForCausalLM": f"modeling_kimi_k3.{causal}",
-    }
-
-
-def copy_code(folder: Path) -> None:
-    """Write our files into a checkpoint folder, so that it needs nothing else; `kernels/` keeps its place."""
-    source = Path(__file__).parent
-    kernels = Path(attn_res.__file__).parent
-    if folder.resolve() == source.resolve():
-        return
-    (folder / "kernels").mkdir(exist_ok=True)
-    for name in CODE_FILES:
-        shutil.copyfile(source / name, folder / name)
-    for file in sorted(kernels.glob("*.py")):
-        if file.name != "__init__.py":  # the remote-code cache makes one; it would shadow the package `kernels`
-            shutil.copyfile(file, folder / "kernels" / file.name)
-            flattened = folder / file.name  # transformers' copy; a file of the user's with that name stays
-            if flattened.is_file() and flattened.read_bytes() == file.read_bytes():
-                flattened.unlink()
-
-
 class KimiK3Model(KimiK3PreTrainedModel):
     """The text backbone: embedding, decoder layers, the output mix over depth and the final norm."""
 
@@ -325,6 +250,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
         cache: HybridCache | None = None,
+        context: Any = None,
         **kwargs,
     ) -> MoeModelOutputWithPast:
         """
@@ -334,122 +260,104 @@ class KimiK3Model(KimiK3PreTrainedModel):
                 a static cache also [B, max_length], one column for each place.
             position_ids: [B, T]; the model has no positions, they only show where packed documents start.
             cache, past_key_values: two names of one argument.
+            context: reaches the tokens of these rows on other processes; `context_parallel` passes it.
             output_hidden_states: entry l is the stream that layer l reads (the mix over depth; the embedding for
                 l = 0), the last entry is the normed output.
         """
-        cache = _one_cache(cache, past_key_values)
+        cache = one_cache(cache, past_key_values)
+        embeds = self._embedded(input_ids, inputs_embeds)
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        _check_mask(attention_mask)
+        if not use_cache and cache is not None and int(cache.get_seq_length()) > 0:
+            raise ValueError(
+                "use_cache=False would ignore the tokens in the cache that was given: leave one of them out"
+            )
+        packing = find_packing(attention_mask, position_ids, packed_offsets(kwargs), embeds, cache)
+        cache = self._cache_to_fill(cache, packing) if use_cache else None
+        if cache is not None:
+            is_linear = [layer.is_linear for layer in self.layers]
+            cache.begin(embeds, attention_mask, isinstance(packing, Packing), is_linear, self.config.num_hidden_layers)
+        output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        in_blocks = packing is None and self._reads_in_blocks(cache, embeds, output_attentions)
+        mask = None if in_blocks else self._attention_mask(embeds, attention_mask, cache, packing, output_attentions)
+
+        wanted = {
+            "hidden_states": self.config.output_hidden_states if output_hidden_states is None else output_hidden_states,
+            "attentions": output_attentions,
+            "router_logits": self.config.output_router_logits if output_router_logits is None else output_router_logits,
+        }
+        collected = {name: () for name, is_wanted in wanted.items() if is_wanted}
+        finite = [torch.isfinite(embeds).all()] if self.check_finite else None
+
+        def observe(stream, **values):
+            for name in collected:
+                if values[name] is not None:
+                    collected[name] += (values[name],)
+            if finite is not None:
+                finite.append(torch.isfinite(stream).all())
+
+        stream, blocks = run_layers(
+            self.layers[: self.config.num_hidden_layers],  # lowered while a draft exits early
+            embeds,
+            observe=observe,
+            attention_mask=mask,
+            cache=cache,
+            packing=packing,
+            context=context,
+            need_weights=output_attentions,
+            in_blocks=in_blocks,
+            **kwargs,
+        )
+        hidden_states = self.output_norm(stream, *blocks)
+        if finite is not None:
+            finite.append(torch.isfinite(hidden_states).all())
+            self._raise_where_not_finite(torch.stack([flag.to(finite[0].device) for flag in finite]).tolist())
+        if "hidden_states" in collected:
+            collected["hidden_states"] += (hidden_states,)
+        return KimiK3ModelOutput(last_hidden_state=hidden_states, **{CACHE_ARGUMENT: cache}, **collected)
+
+    def _embedded(self, input_ids, inputs_embeds) -> torch.Tensor:
+        """What enters the first layer, [B, T, hidden]."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if inputs_embeds.dim() != 3 or inputs_embeds.shape[:2].numel() == 0:
-            given, form = (inputs_embeds, "[B, T, hidden]") if input_ids is None else (input_ids, "[B, T]")
-            raise ValueError(f"the input has shape {tuple(given.shape)}, expected {form} with a token at least")
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
-            raise ValueError(
-                "attention_mask must be 2-D, one column for each token seen: KDA layers read no other form"
-            )
-        if (
-            attention_mask is not None
-            and attention_mask.is_floating_point()
-            and not (attention_mask.is_meta or torch.compiler.is_compiling())
-            and not ((attention_mask == 0) | (attention_mask == 1)).all()
-        ):
-            raise ValueError(
-                "attention_mask holds numbers other than 0 and 1: pass 1 for a token and 0 for padding, not what is "
-                "added to the scores"
-            )
-        if not use_cache and cache is not None and int(cache.get_seq_length()) > 0:
-            raise ValueError(
-                "use_cache=False would ignore the tokens in the cache that was given: leave one of them out"
-            )
-        layout = token_layout(attention_mask, position_ids, _packed_offsets(kwargs), inputs_embeds, cache)
-        packed = layout is not None and layout.documents is not None
+            entered, form = (inputs_embeds, "[B, T, hidden]") if input_ids is None else (input_ids, "[B, T]")
+            raise ValueError(f"the input has shape {tuple(entered.shape)}, expected {form} with a token at least")
+        return inputs_embeds
+
+    def _cache_to_fill(self, cache, packing) -> HybridCache | None:
+        """The caller's cache, or a new one; None where a forward cannot build one."""
+        packed = packing is not None and packing.documents is not None
         if packed and cache is not None:
             raise ValueError("packed documents cannot share a cache: it holds one state for each row")
-        if self.gradient_checkpointing and self.training and use_cache:
+        if self.gradient_checkpointing and self.training:
             if cache is not None:
                 raise ValueError(
                     "gradient checkpointing recomputes the forward, so it cannot go with a cache: call model.eval() "
                     "before generate"
                 )
             logger.warning_once("gradient checkpointing recomputes the forward, so no cache is built")
-            use_cache = False
-        if cache is not None:
-            self._check_cache(cache, *inputs_embeds.shape[:2])
-            filled = cache.layers[: self.config.num_hidden_layers]
-            if not cache.is_compileable and len({layer.get_seq_length() for layer in filled}) > 1:
-                raise ValueError(
-                    "a forward on this cache was broken off and left its layers at different tokens: restore a "
-                    "snapshot, or start over with cache.reset()"
-                )
-            kinds = ["recurrent_state" in layer.tensor_names for layer in cache.layers]
-            own, run = [layer.is_linear for layer in self.layers], self.config.num_hidden_layers
-            if kinds != own[: len(kinds)] or len(kinds) < run:  # a draft that exits early has a cache of fewer layers
-                raise ValueError("the cache belongs to a model with other layers: its states mean nothing to this one")
-            if cache.is_compileable and self.config._attn_implementation not in ("eager", "sdpa"):
-                raise ValueError(
-                    f"attn_implementation={self.config._attn_implementation!r} cannot read the part of a static cache "
-                    "that is filled: use 'sdpa' with it"
-                )
-        if use_cache and cache is None and not packed:
-            cache = HybridCache(self.config)
-        if use_cache and cache is not None:
-            cache.take_mask(attention_mask, isinstance(layout, TokenLayout), inputs_embeds)
+            return None
+        if cache is not None and cache.is_compileable and self.config._attn_implementation not in ("eager", "sdpa"):
+            raise ValueError(
+                f"attn_implementation={self.config._attn_implementation!r} cannot read the part of a static cache "
+                "that is filled: use 'sdpa' with it"
+            )
+        return HybridCache(self.config) if cache is None and not packed else cache
 
-        collect = {
-            "hidden_states": self.config.output_hidden_states if output_hidden_states is None else output_hidden_states,
-            "attentions": self.config.output_attentions if output_attentions is None else output_attentions,
-            "router_logits": self.config.output_router_logits if output_router_logits is None else output_router_logits,
-        }
-        document = (lambda b, h, q, kv: layout.documents[b, q] == layout.documents[b, kv]) if packed else None
+    def _attention_mask(self, embeds, attention_mask, cache, packing, need_weights: bool):
+        """The mask of MLA layers in the form of the attention implementation."""
         if attention_mask is not None and cache is not None:  # a static cache's mask has columns for later tokens
-            attention_mask = attention_mask[:, : cache.get_mask_sizes(inputs_embeds.shape[1], 0)[0]]
-        mask_config = self.config
-        if collect["attentions"] and mask_config._attn_implementation not in ("eager", "sdpa"):
-            mask_config = copy.copy(mask_config)
-            mask_config._attn_implementation = "sdpa"  # eager attention needs the mask itself
-        in_blocks = layout is None and self._reads_in_blocks(cache, inputs_embeds, collect["attentions"])
-        if in_blocks:  # causality is all there is to mask: no [T, S] tensor is made
-            attention_mask, kwargs = None, {**kwargs, "in_blocks": True}
-        else:
-            attention_mask = create_causal_mask(
-                mask_config, inputs_embeds, attention_mask, cache, and_mask_function=document
-            )
-
-        if collect["attentions"] and self.config._attn_implementation != "eager":
+            attention_mask = attention_mask[:, : cache.get_mask_sizes(embeds.shape[1], 0)[0]]
+        config = self.config
+        if need_weights and config._attn_implementation != "eager":
             logger.warning_once("attention weights were asked for: attention runs eagerly in such a forward")
-        collected = {name: () for name, wanted in collect.items() if wanted}
-        partial, blocks = inputs_embeds, ()
-        finite = [torch.isfinite(inputs_embeds).all()] if self.check_finite else None
-        for layer in self.layers[: self.config.num_hidden_layers]:  # lowered while a draft exits early
-            entering = partial
-            partial, read, weights, logits = layer(
-                partial,
-                *blocks,
-                attention_mask=attention_mask,
-                cache=cache if use_cache else None,
-                layout=layout,
-                need_weights=collect["attentions"],
-                **kwargs,
-            )
-            if layer.starts_block:
-                blocks = (*blocks, entering)
-            if self.check_finite:
-                finite.append(torch.isfinite(partial).all())
-            for name, value in (("hidden_states", read), ("attentions", weights), ("router_logits", logits)):
-                if name in collected and value is not None:
-                    collected[name] += (value,)
-        hidden_states = self.output_norm(partial, *blocks)
-        if self.check_finite:
-            finite.append(torch.isfinite(hidden_states).all())
-            self._raise_where_not_finite(torch.stack([flag.to(finite[0].device) for flag in finite]).tolist())
-        if "hidden_states" in collected:
-            collected["hidden_states"] += (hidden_states,)
-        return KimiK3ModelOutput(
-            last_hidden_state=hidden_states, **{CACHE_ARGUMENT: cache if use_cache else None}, **collected
-        )
+            if config._attn_implementation != "sdpa":
+                config = copy.copy(config)
+                config._attn_implementation = "sdpa"  # eager attention needs the mask itself
+        return causal_mask(config, embeds, attention_mask, cache, packing)
 
     def _reads_in_blocks(self, cache, embeds, need_weights: bool) -> bool:
         """Whether MLA layers read the cache in blocks of keys: a chunk of tokens behind others, without padding."""
@@ -480,22 +388,6 @@ class KimiK3Model(KimiK3PreTrainedModel):
         mixed = attn_res.attn_res_mix(sources, norm, proj.to(norm.device), self.config.rms_norm_eps)
         return self.norm(mixed)
 
-    @staticmethod
-    def _check_cache(cache, rows: int, length: int) -> None:
-        places, seen = cache.get_max_length(), cache.get_seq_length() + length
-        if places > 0:
-            full = f"this static cache has room for {places} tokens and this forward needs more: raise its max_length"
-            if isinstance(seen, torch.Tensor):  # checked where the count lies, without waiting for it
-                torch._assert_async(seen <= places, full)
-            elif seen > places:
-                raise ValueError(full)
-        held = cache.batch_size
-        if held not in (-1, rows):
-            raise ValueError(
-                f"the cache holds {held} rows, the input has {rows}: cache.batch_repeat_interleave(n) or "
-                "cache.batch_select_indices(rows) fit it"
-            )
-
     def _raise_where_not_finite(self, finite: list[bool]) -> None:
         """`finite` says it of the embedding, of the stream after every layer, and of the normed output."""
         if all(finite):
@@ -506,137 +398,17 @@ class KimiK3Model(KimiK3PreTrainedModel):
         raise FloatingPointError(f"not finite any more after {places[first]}")
 
 
-def _packed_offsets(kwargs) -> torch.Tensor | None:
-    """Take the packing arguments of the collators out of `kwargs`; the offsets of the documents are returned."""
-    seq_idx = kwargs.pop("seq_idx", None)
-    offsets = [kwargs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens_k")]
-    for name in ("max_length_q", "max_length_k"):
-        kwargs.pop(name, None)
-    offsets = [given for given in offsets if given is not None]
-    if any(other is not offsets[0] and not torch.equal(other, offsets[0].to(other)) for other in offsets[1:]):
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k name different documents")
-    offsets = offsets[0] if offsets else None
-    if offsets is None and seq_idx is not None:
-        if seq_idx.dim() != 2 or seq_idx.shape[0] != 1:
-            raise ValueError(f"seq_idx numbers the documents of one packed row, but has shape {tuple(seq_idx.shape)}")
-        changes = seq_idx[0].diff().nonzero().flatten() + 1
-        offsets = torch.cat([changes.new_zeros(1), changes, changes.new_tensor([seq_idx.shape[1]])])
-    return offsets
-
-
-def _one_cache(cache, past_key_values) -> HybridCache | None:
-    if cache is not None and past_key_values is not None and cache is not past_key_values:
-        raise ValueError("cache and past_key_values are two names of one argument, but two different caches were given")
-    cache = past_key_values if cache is None else cache
-    # By name: the installed package and a folder's remote code are two copies of one class in a process.
-    if cache is not None and not any(base.__name__ == "HybridCache" for base in type(cache).__mro__):
-        raise TypeError(
-            f"{type(cache).__name__} has no place for recurrent states and latents: use HybridCache(model.config)"
-        )
-    return cache
-
-
-# What `generate(cache_implementation=...)` takes.
-CACHE_IMPLEMENTATIONS = (None, "dynamic", "static", "offloaded")
-# Draft tokens of one round that a cache can take back; a prompt's last so many columns are recorded for it.
-MOST_DRAFTED = 512
-
-
-class KimiK3GenerationMixin(GenerationMixin):
-    """What generation needs to know of a model whose cache is a `HybridCache`."""
-
-    def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-    ):
-        other = "past_key_values" if CACHE_ARGUMENT == "cache" else "cache"
-        if model_kwargs.get(other) is not None:
-            model_kwargs[CACHE_ARGUMENT] = model_kwargs.pop(other)
-        given, implementation = model_kwargs.get(CACHE_ARGUMENT), generation_config.cache_implementation
-        if implementation not in CACHE_IMPLEMENTATIONS:
-            raise ValueError(
-                f"cache_implementation={implementation!r} is not supported, recurrent states and latents live in "
-                f"HybridCache: use one of {', '.join(map(repr, CACHE_IMPLEMENTATIONS[1:]))}, or leave it out"
-            )
-        if given is None:  # transformers decides whether there is a cache, its kind is ours
-            generation_config.cache_implementation = None
-        super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-        )
-        generation_config.cache_implementation = implementation
-        if given is None and isinstance(model_kwargs.get(CACHE_ARGUMENT), DynamicCache):
-            places = max(max_cache_length, generation_config.max_cache_len or 0) if implementation == "static" else None
-            cache = HybridCache(self.config, max_length=places, offload=implementation == "offloaded")
-            model_kwargs[CACHE_ARGUMENT] = cache
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
-
-        drafts = model_kwargs.get(CACHE_ARGUMENT)
-        if generation_config.is_assistant and drafts is not None:  # a round's draft may be taken back whole
-            drafts.keep_recorded(MOST_DRAFTED)
-
-    @staticmethod
-    def create_masks_for_generate(config, inputs_embeds, attention_mask, cache=None, past_key_values=None, **kwargs):
-        """For static caches, before a forward that may be compiled: [B, S] -> [B, max_length], zeros at unused places.
-
-        A call of transformers' generation, which would otherwise make the 4-D mask that KDA layers cannot read.
-        """
-        cache = past_key_values if cache is None else cache
-        if attention_mask is None:
-            return None
-        return F.pad(attention_mask, (0, cache.get_max_length() - attention_mask.shape[1]))
-
-    def _assisted_decoding(self, input_ids, *args, **kwargs):
-        if kwargs.get("inputs_embeds") is not None:
-            # transformers would verify the first draft against a forward that did not see it
-            raise ValueError("assisted decoding starts from input_ids: leave inputs_embeds out")
-        cache = kwargs.get(CACHE_ARGUMENT)
-        if cache is not None:
-            if cache.get_seq_length() > 0:
-                raise ValueError("assisted decoding cannot continue a cache: transformers would feed its tokens again")
-            cache.keep_recorded(MOST_DRAFTED)
-        return super()._assisted_decoding(input_ids, *args, **kwargs)
-
-    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
-        cache, embeds = model_kwargs.get(CACHE_ARGUMENT), model_kwargs.get("inputs_embeds")
-        mask, chunk = model_kwargs.get("attention_mask"), generation_config.prefill_chunk_size
-        if embeds is not None and chunk is not None:
-            raise ValueError("prefill_chunk_size splits input_ids: leave it out with inputs_embeds")
-        if embeds is not None and cache is not None and (held := int(cache.get_seq_length())) > 0:
-            columns = embeds.shape[1] if mask is None else mask.shape[1]
-            if columns != embeds.shape[1] or columns <= held:
-                raise ValueError(
-                    f"the cache holds {held} tokens and inputs_embeds of {embeds.shape[1]} came: with inputs_embeds "
-                    "generate needs those of all tokens and a mask of as many columns, at least one token of them new"
-                )
-        if cache is None or embeds is not None:
-            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
-        held, given = int(cache.get_seq_length()), input_ids.shape[1]
-        # the newest transformers drops a mask of ones and remembers its length
-        columns = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", given)
-        only_new = held > 0 and columns == held + given
-        if held and not only_new and (columns != given or given <= held):
-            raise ValueError(
-                f"the cache holds {held} tokens and {given} ids came with a mask of {columns} columns: generate needs "
-                "the mask of all tokens, and the ids of all of them with at least one new one, or of the new ones only"
-            )
-        if chunk is not None:
-            # All but the last chunk: the oldest transformers forgets what a cache holds when it splits a prompt itself.
-            new = input_ids if only_new else input_ids[:, held:]
-            fed = (new.shape[1] - 1) // chunk * chunk
-            for start in range(0, fed, chunk):
-                seen = held + start + chunk
-                part = {**model_kwargs, "attention_mask": None if mask is None else mask[:, :seen]}
-                if (positions := model_kwargs.get("position_ids")) is not None:
-                    part["position_ids"] = positions[..., seen - chunk : seen]
-                self(**self.prepare_inputs_for_generation(new[:, start : start + chunk], **part))
-            generation_config = copy.copy(generation_config)
-            generation_config.prefill_chunk_size = None
-            input_ids = new[:, fed:] if only_new else input_ids
-        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
-
-    def init_continuous_batching(self, *args, **kwargs):
-        raise NotImplementedError(
-            "continuous batching keeps keys and values in pages and has no place for recurrent states: use generate"
+def _check_mask(attention_mask) -> None:
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+        raise ValueError("attention_mask must be 2-D, one column for each token seen: KDA layers read no other form")
+    if not attention_mask.is_floating_point() or attention_mask.is_meta or torch.compiler.is_compiling():
+        return
+    if not ((attention_mask == 0) | (attention_mask == 1)).all():
+        raise ValueError(
+            "attention_mask holds numbers other than 0 and 1: pass 1 for a token and 0 for padding, not what is "
+            "added to the scores"
         )
 
 

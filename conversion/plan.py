@@ -263,7 +263,7 @@ def _native_misfits(config, text: KimiK3TextConfig, target: Target) -> list[str]
 def _wrapped(source, text: KimiK3TextConfig, target: Target):
     """The whole configuration of the target: nested for the released layout of K3, flat otherwise."""
     nested = isinstance(source, KimiK3Config)
-    released_nested = target.layout == "released" and not text.is_kimi_linear_layout
+    released_nested = target.layout == "released" and not text.has_softplus_gate
     if not released_nested:
         if nested and source.vision_config is not None and not target.text_only:
             raise ConversionError("this target is flat and holds text only: --text-only leaves the vision tower out")
@@ -303,7 +303,7 @@ def _written(source: Checkpoint, config, target: Target) -> dict | None:
     else:
         nested = isinstance(config, KimiK3Config)
         values["architectures"] = ["KimiK3ForConditionalGeneration" if nested else "KimiK3ForCausalLM"]
-        if config.get_text_config(decoder=True).is_kimi_linear_layout and not nested:
+        if config.get_text_config(decoder=True).has_softplus_gate and not nested:
             values["architectures"] = ["KimiLinearForCausalLM"]  # the name under which other engines know this family
     return values
 

@@ -403,7 +403,7 @@ class ModelCost:
 def text_cost(config: KimiK3TextConfig, name: str = "", dtype_bytes: int = 2) -> ModelCost:
     """The cost model of a Kimi K3 or Kimi-Linear configuration."""
     linear, d = config.linear_attn_config, config.hidden_size
-    stored = dtype_bytes if config.is_kimi_linear_layout else 4
+    stored = dtype_bytes if config.has_softplus_gate else 4
     kda = KDA(
         d, linear["num_heads"], linear["head_dim"], linear["short_conv_kernel_size"],
         linear.get("use_full_rank_gate", False), dtype_bytes, stored,

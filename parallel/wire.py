@@ -79,7 +79,7 @@ def tensor_parallel_bytes(
         dtype_bytes: of the model's dtype.
         experts_apart: the routed experts are spread over the processes, which `expert_parallel_bytes` counts.
     """
-    stream, stored = tokens * config.hidden_size * dtype_bytes, dtype_bytes if config.is_kimi_linear_layout else 4
+    stream, stored = tokens * config.hidden_size * dtype_bytes, dtype_bytes if config.has_softplus_gate else 4
     linear, latent = config.linear_attn_config, config.kv_lora_rank + config.qk_rope_head_dim
     forward, backward = stream, kept * config.hidden_size * dtype_bytes  # embedding; input of the head
     for attention, feed_forward in zip(config.layer_types, config.mlp_layer_types, strict=True):

@@ -137,7 +137,7 @@ def test_cache_holds_latents_and_states_only(model, prompt):
     assert cache.nbytes == expected
     held = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in layer.tensors())
     assert held <= expected + 2 * 4 * 2 * 64 * (text.kv_lora_rank + text.qk_rope_head_dim), "no view of a whole prompt"
-    assert all(layer.recurrent_state.dtype == torch.float32 for layer in cache.layers if hasattr(layer, "conv_tails"))
+    assert all(layer.state.recurrent.dtype == torch.float32 for layer in cache.layers if hasattr(layer, "state"))
 
 
 def test_states_are_float32_in_a_half_precision_model(data_dir, prompt):
@@ -146,7 +146,7 @@ def test_states_are_float32_in_a_half_precision_model(data_dir, prompt):
     with torch.no_grad():
         half(prompt, **{CACHE: cache})
         half(prompt[:, :1], **{CACHE: cache})
-    assert cache.layers[0].recurrent_state.dtype == torch.float32
+    assert cache.layers[0].state.recurrent.dtype == torch.float32
     assert cache.layers[3].latents.dtype == torch.bfloat16
 
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
-from kimi_k3.cache_layers_kimi_k3 import RECORDED_COLUMNS
 from kimi_k3.kernels import kda
+from kimi_k3.rollback_kimi_k3 import RECORDED_COLUMNS
 
 CLOSE = {"atol": 5e-4, "rtol": 0}
 
@@ -75,7 +75,7 @@ def test_crop_into_a_long_prompt(model):
     prompt = tokens(2, 5 * RECORDED_COLUMNS)
     cache = recording_cache(model)
     model(prompt, **{CACHE: cache})
-    assert sum(part.length for part in cache.layers[0]._recorded) == RECORDED_COLUMNS
+    assert sum(part.length for part in cache.layers[0].recording.parts) == RECORDED_COLUMNS
     untouched = copy.deepcopy(cache)
     with pytest.raises(ValueError, match="recorded the last 64"):
         cache.crop(-RECORDED_COLUMNS - 1)

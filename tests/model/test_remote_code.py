@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kimi_k3
-from kimi_k3.modeling_kimi_k3 import CODE_FILES, copy_code
+from kimi_k3.remote_code_kimi_k3 import CODE_FILES, copy_code
 
 ROOT = Path(kimi_k3.__file__).parent
 KERNELS = sorted(path.name for path in (ROOT / "kernels").glob("*.py"))

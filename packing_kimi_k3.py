@@ -9,10 +9,11 @@ import functools
 
 import torch
 import torch.nn.functional as F
+from transformers.masking_utils import create_causal_mask
 
 
 @dataclasses.dataclass
-class TokenLayout:
+class Packing:
     """Which columns of a [B, T] forward are real tokens, and to which sequence each belongs.
 
     Only made when some column is padding or a row holds several documents; a plain batch has none.
@@ -32,12 +33,12 @@ class TokenLayout:
         """Tokens of the longest sequence."""
         return int(self.cu_seqlens.diff().max())
 
-    def to(self, device) -> "TokenLayout":
-        """The layout for a layer on `device`; the hooks that join several devices call it, as they do for tensors."""
+    def to(self, device) -> "Packing":
+        """The packing for a layer on `device`; the hooks that join several devices call it, as they do for tensors."""
         if self.order.device == torch.device(device):
             return self
         documents = None if self.documents is None else self.documents.to(device)
-        return TokenLayout(self.order.to(device), self.cu_seqlens.to(device), documents)
+        return Packing(self.order.to(device), self.cu_seqlens.to(device), documents)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, D] -> [1, n, D]"""
@@ -50,18 +51,18 @@ class TokenLayout:
 
 
 @dataclasses.dataclass
-class StepLayout:
+class StepPacking:
     """Which rows of a one-token forward with a static cache hold a real token; `real` [B]."""
 
     real: torch.Tensor
     documents: None = None
 
-    def to(self, device) -> "StepLayout":
-        """As `TokenLayout.to`."""
-        return StepLayout(self.real.to(device))
+    def to(self, device) -> "StepPacking":
+        """As `Packing.to`."""
+        return StepPacking(self.real.to(device))
 
 
-def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> TokenLayout | StepLayout | None:
+def find_packing(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> Packing | StepPacking | None:
     """Find padding and packed documents; None for a plain batch, in which every row is one sequence of real tokens.
 
     Args:
@@ -76,15 +77,15 @@ def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> To
     device = embeds.device
     real = None
     if attention_mask is not None:
-        held = cache.get_seq_length() if cache is not None else 0
+        cached = cache.get_seq_length() if cache is not None else 0
         places = cache.get_max_length() if cache is not None else -1
         if attention_mask.shape == (batch, places):
-            if length == 1 and isinstance(held, torch.Tensor):  # static shapes: no value may be read on the host
-                column = held.view(1).to(attention_mask.device)
-                return StepLayout(attention_mask.index_select(1, column)[:, 0].to(device).bool())
-            real = attention_mask[:, int(held) : int(held) + length]
+            if length == 1 and isinstance(cached, torch.Tensor):  # static shapes: no value may be read on the host
+                column = cached.view(1).to(attention_mask.device)
+                return StepPacking(attention_mask.index_select(1, column)[:, 0].to(device).bool())
+            real = attention_mask[:, int(cached) : int(cached) + length]
         else:
-            seen = length + int(held)
+            seen = length + int(cached)
             if attention_mask.shape != (batch, seen):
                 raise ValueError(
                     f"attention_mask has shape {tuple(attention_mask.shape)}, expected {(batch, seen)}: one column for "
@@ -105,13 +106,31 @@ def token_layout(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> To
     else:
         documents = starts.flatten().cumsum(0).view(batch, length)
         lengths = torch.bincount(documents.flatten()[order], minlength=int(documents[-1, -1]) + 1)[1:]
-    return TokenLayout(order, F.pad(lengths.cumsum(0), (1, 0)), documents)
+    return Packing(order, F.pad(lengths.cumsum(0), (1, 0)), documents)
+
+
+def causal_mask(config, embeds, attention_mask, cache, packing):
+    """transformers' causal mask in the form of the config's attention implementation; documents do not see each other.
+
+    Args:
+        embeds: [B, T, hidden]; attention_mask [B, S] or None.
+        packing: what `find_packing` found.
+    """
+    inside_document = None
+    if packing is not None and packing.documents is not None:
+
+        def inside_document(b, h, q, kv):
+            return packing.documents[b, q] == packing.documents[b, kv]
+
+    return create_causal_mask(config, embeds, attention_mask, cache, and_mask_function=inside_document)
 
 
 def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cache):
     """[B, T] True where a document starts, None when no row holds more than one."""
-    held = cache.get_seq_length() if cache is not None else 0
-    continuing = isinstance(held, torch.Tensor) or held > 0  # a static cache counts in a tensor once it holds tokens
+    cached = cache.get_seq_length() if cache is not None else 0
+    continuing = (
+        isinstance(cached, torch.Tensor) or cached > 0
+    )  # a static cache counts in a tensor once it holds tokens
     if continuing and cu_seq_lens is not None:
         raise ValueError("cu_seq_lens_q describes packed documents, which cannot continue a cache")
     if continuing and torch.compiler.is_compiling():  # no value may be read on the host
@@ -154,3 +173,21 @@ def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cac
         raise ValueError("position_ids restart as in packed documents, which cannot continue a cache")
     starts[:, 0] = True
     return starts
+
+
+def packed_offsets(kwargs) -> torch.Tensor | None:
+    """Take the packing arguments of the collators out of `kwargs`; the offsets of the documents are returned."""
+    seq_idx = kwargs.pop("seq_idx", None)
+    offsets = [kwargs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens_k")]
+    for name in ("max_length_q", "max_length_k"):
+        kwargs.pop(name, None)
+    offsets = [each for each in offsets if each is not None]
+    if any(other is not offsets[0] and not torch.equal(other, offsets[0].to(other)) for other in offsets[1:]):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k name different documents")
+    offsets = offsets[0] if offsets else None
+    if offsets is None and seq_idx is not None:
+        if seq_idx.dim() != 2 or seq_idx.shape[0] != 1:
+            raise ValueError(f"seq_idx numbers the documents of one packed row, but has shape {tuple(seq_idx.shape)}")
+        changes = seq_idx[0].diff().nonzero().flatten() + 1
+        offsets = torch.cat([changes.new_zeros(1), changes, changes.new_tensor([seq_idx.shape[1]])])
+    return offsets

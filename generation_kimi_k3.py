@@ -1,0 +1,156 @@
+"""What transformers' `generate` needs to know of Kimi K3: a `HybridCache` in every mode, under either of its names."""
+
+import copy
+import dataclasses
+
+import torch.nn.functional as F
+from transformers import GenerationMixin
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+
+from .cache_kimi_k3 import HybridCache
+from .graph_kimi_k3 import CapturedForward, can_capture
+
+# transformers 5.24 renamed `past_key_values` to `cache`; the field of the output says which one this release uses.
+CACHE_ARGUMENT = (
+    "cache" if "cache" in {f.name for f in dataclasses.fields(MoeModelOutputWithPast)} else "past_key_values"
+)
+if CACHE_ARGUMENT == "past_key_values":  # the newer releases' outputs answer to both names by themselves
+
+    class _BothCacheNames:
+        @property
+        def cache(self) -> HybridCache | None:
+            return self.past_key_values
+
+    class KimiK3ModelOutput(_BothCacheNames, MoeModelOutputWithPast):
+        """transformers' output, whose cache also answers to its newer name."""
+
+    class KimiK3CausalLMOutput(_BothCacheNames, MoeCausalLMOutputWithPast):
+        """transformers' output, whose cache also answers to its newer name."""
+else:
+    KimiK3ModelOutput, KimiK3CausalLMOutput = MoeModelOutputWithPast, MoeCausalLMOutputWithPast
+
+
+def one_cache(cache, past_key_values) -> HybridCache | None:
+    if cache is not None and past_key_values is not None and cache is not past_key_values:
+        raise ValueError("cache and past_key_values are two names of one argument, but two different caches were given")
+    cache = past_key_values if cache is None else cache
+    # By name: the installed package and a folder's remote code are two copies of one class in a process.
+    if cache is not None and not any(base.__name__ == "HybridCache" for base in type(cache).__mro__):
+        raise TypeError(
+            f"{type(cache).__name__} has no place for recurrent states and latents: use HybridCache(model.config)"
+        )
+    return cache
+
+
+# What `generate(cache_implementation=...)` takes.
+CACHE_IMPLEMENTATIONS = (None, "dynamic", "static", "offloaded")
+# Draft tokens of one round that a cache can take back; a prompt's last so many columns are recorded for it.
+MOST_DRAFTED = 512
+
+
+class KimiK3GenerationMixin(GenerationMixin):
+    """What generation needs to know of a model whose cache is a `HybridCache`."""
+
+    def get_compiled_call(self, compile_config):
+        """What `generate` calls for every token on a static cache: on one CUDA GPU a captured graph of the forward.
+
+        `generate(disable_compile=True)` runs the forward as it is, and a `compile_config` asks for torch.compile.
+        """
+        if compile_config is None and can_capture(self):
+            return CapturedForward(self)
+        return super().get_compiled_call(compile_config)
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        other = "past_key_values" if CACHE_ARGUMENT == "cache" else "cache"
+        if model_kwargs.get(other) is not None:
+            model_kwargs[CACHE_ARGUMENT] = model_kwargs.pop(other)
+        given, implementation = model_kwargs.get(CACHE_ARGUMENT), generation_config.cache_implementation
+        if implementation not in CACHE_IMPLEMENTATIONS:
+            raise ValueError(
+                f"cache_implementation={implementation!r} is not supported, recurrent states and latents live in "
+                f"HybridCache: use one of {', '.join(map(repr, CACHE_IMPLEMENTATIONS[1:]))}, or leave it out"
+            )
+        if given is None:  # transformers decides whether there is a cache, its kind is ours
+            generation_config.cache_implementation = None
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        generation_config.cache_implementation = implementation
+        if given is None and isinstance(model_kwargs.get(CACHE_ARGUMENT), DynamicCache):
+            places = max(max_cache_length, generation_config.max_cache_len or 0) if implementation == "static" else None
+            cache = HybridCache(self.config, max_length=places, offload=implementation == "offloaded")
+            model_kwargs[CACHE_ARGUMENT] = cache
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+
+        drafts = model_kwargs.get(CACHE_ARGUMENT)
+        if generation_config.is_assistant and drafts is not None:  # a round's draft may be taken back whole
+            drafts.keep_recorded(MOST_DRAFTED)
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, cache=None, past_key_values=None, **kwargs):
+        """For static caches, before a forward that may be compiled: [B, S] -> [B, max_length], zeros at unused places.
+
+        A call of transformers' generation, which would otherwise make the 4-D mask that KDA layers cannot read.
+        """
+        cache = past_key_values if cache is None else cache
+        if attention_mask is None:
+            return None
+        return F.pad(attention_mask, (0, cache.get_max_length() - attention_mask.shape[1]))
+
+    def _assisted_decoding(self, input_ids, *args, **kwargs):
+        if kwargs.get("inputs_embeds") is not None:
+            # transformers would verify the first draft against a forward that did not see it
+            raise ValueError("assisted decoding starts from input_ids: leave inputs_embeds out")
+        cache = kwargs.get(CACHE_ARGUMENT)
+        if cache is not None:
+            if cache.get_seq_length() > 0:
+                raise ValueError("assisted decoding cannot continue a cache: transformers would feed its tokens again")
+            cache.keep_recorded(MOST_DRAFTED)
+        return super()._assisted_decoding(input_ids, *args, **kwargs)
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        cache, embeds = model_kwargs.get(CACHE_ARGUMENT), model_kwargs.get("inputs_embeds")
+        mask, chunk = model_kwargs.get("attention_mask"), generation_config.prefill_chunk_size
+        if embeds is not None and chunk is not None:
+            raise ValueError("prefill_chunk_size splits input_ids: leave it out with inputs_embeds")
+        if embeds is not None and cache is not None and (held := int(cache.get_seq_length())) > 0:
+            columns = embeds.shape[1] if mask is None else mask.shape[1]
+            if columns != embeds.shape[1] or columns <= held:
+                raise ValueError(
+                    f"the cache holds {held} tokens and inputs_embeds of {embeds.shape[1]} came: with inputs_embeds "
+                    "generate needs those of all tokens and a mask of as many columns, at least one token of them new"
+                )
+        if cache is None or embeds is not None:
+            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        held, given = int(cache.get_seq_length()), input_ids.shape[1]
+        # the newest transformers drops a mask of ones and remembers its length
+        columns = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", given)
+        only_new = held > 0 and columns == held + given
+        if held and not only_new and (columns != given or given <= held):
+            raise ValueError(
+                f"the cache holds {held} tokens and {given} ids came with a mask of {columns} columns: generate needs "
+                "the mask of all tokens, and the ids of all of them with at least one new one, or of the new ones only"
+            )
+        if chunk is not None:
+            # All but the last chunk: the oldest transformers forgets what a cache holds when it splits a prompt itself.
+            new = input_ids if only_new else input_ids[:, held:]
+            fed = (new.shape[1] - 1) // chunk * chunk
+            for start in range(0, fed, chunk):
+                seen = held + start + chunk
+                part = {**model_kwargs, "attention_mask": None if mask is None else mask[:, :seen]}
+                if (positions := model_kwargs.get("position_ids")) is not None:
+                    part["position_ids"] = positions[..., seen - chunk : seen]
+                self(**self.prepare_inputs_for_generation(new[:, start : start + chunk], **part))
+            generation_config = copy.copy(generation_config)
+            generation_config.prefill_chunk_size = None
+            input_ids = new[:, fed:] if only_new else input_ids
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError(
+            "continuous batching keeps keys and values in pages and has no place for recurrent states: use generate"
+        )

@@ -1,0 +1,60 @@
+"""What a saved folder needs to load without this package: the code, and the `auto_map` that names its classes."""
+
+import shutil
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from .configuration_kimi_k3 import KimiK3TextConfig
+
+# Saved beside the weights, with the files of `kernels/`.
+CODE_FILES = tuple(
+    f"{part}_kimi_k3.py"
+    for part in (
+        "cache",
+        "cache_layers",
+        "checkpoint",
+        "configuration",
+        "distributed",
+        "generation",
+        "graph",
+        "kernels",
+        "layers",
+        "modeling",
+        "packing",
+        "remote_code",
+        "rollback",
+        "vision",
+    )
+)
+
+
+def auto_map(model: PreTrainedModel) -> dict[str, str]:
+    """Which of our classes the Auto classes find in a saved folder."""
+    config, head = type(model.config).__name__, type(model).__name__
+    # By name: a folder's config class and the one imported here can be two copies of one class.
+    is_text = model.config.model_type == KimiK3TextConfig.model_type
+    base = "KimiK3Model" if is_text else head
+    causal = "KimiK3ForCausalLM" if is_text else head
+    return {
+        "AutoConfig": f"configuration_kimi_k3.{config}",
+        "AutoModel": f"modeling_kimi_k3.{base}",
+        "AutoModelForCausalLM": f"modeling_kimi_k3.{causal}",
+    }
+
+
+def copy_code(folder: Path) -> None:
+    """Write our files into a checkpoint folder, so that it needs nothing else; `kernels/` keeps its place."""
+    source = Path(__file__).parent
+    kernels = source / "kernels"
+    if folder.resolve() == source.resolve():
+        return
+    (folder / "kernels").mkdir(exist_ok=True)
+    for name in CODE_FILES:
+        shutil.copyfile(source / name, folder / name)
+    for file in sorted(kernels.glob("*.py")):
+        if file.name != "__init__.py":  # the remote-code cache makes one; it would shadow the package `kernels`
+            shutil.copyfile(file, folder / "kernels" / file.name)
+            flattened = folder / file.name  # transformers' copy; a file of the user's with that name stays
+            if flattened.is_file() and flattened.read_bytes() == file.read_bytes():
+                flattened.unlink()
