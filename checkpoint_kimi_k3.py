@@ -48,13 +48,19 @@ def padded_heads(heads: int) -> int:
 
 
 class HeadsFromFile(ConversionOps):
-    """`A_log` of a file to [H]: [H], [1, 1, H, 1] and zero-padded [P] are accepted, a non-zero tail is an error."""
+    """`A_log` of a file to [H]: [H], [1, 1, H, 1] and zero-padded [P] are accepted, a non-zero tail is an error.
+
+    Args:
+        file_shape: what came in and goes out again; None for that of the released checkpoints of its family.
+    """
+
+    def __init__(self, file_shape: tuple[int, ...] | None):
+        self.file_shape = file_shape
 
     def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, model=None, **kwargs):
         (tensors,) = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
         heads = model.config.get_text_config(decoder=True).linear_attn_config["num_heads"]
-        model._a_log_file_shape = tuple(tensor.shape)  # what came in goes out again
         tensor = tensor.flatten()
         if tensor.numel() < heads:
             raise ValueError(f"{full_layer_name} has {tensor.numel()} entries for {heads} heads")
@@ -67,25 +73,28 @@ class HeadsFromFile(ConversionOps):
 
     @property
     def reverse_op(self):
-        return HeadsToFile()
+        return HeadsToFile(self.file_shape)
 
 
 class HeadsToFile(ConversionOps):
-    """`A_log` [H] to the shape it had in the file, or to that of the released checkpoints of its family."""
+    """The inverse of `HeadsFromFile`."""
+
+    def __init__(self, file_shape: tuple[int, ...] | None):
+        self.file_shape = file_shape
 
     def convert(self, input_dict, source_patterns, target_patterns, model=None, **kwargs):
         (tensors,) = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
-        shape = getattr(model, "_a_log_file_shape", None)
+        shape = self.file_shape
         if shape is None:
-            kimi_linear = model.config.get_text_config(decoder=True).has_softplus_gate
-            shape = (1, 1, tensor.numel(), 1) if kimi_linear else (padded_heads(tensor.numel()),)
+            softplus = model.config.get_text_config(decoder=True).has_softplus_gate
+            shape = (1, 1, tensor.numel(), 1) if softplus else (padded_heads(tensor.numel()),)
         padding = tensor.new_zeros(math.prod(shape) - tensor.numel())
         return {target_patterns[0]: torch.cat([tensor, padding]).view(shape)}
 
     @property
     def reverse_op(self):
-        return HeadsFromFile()
+        return HeadsFromFile(self.file_shape)
 
 
 class StackExperts(MergeModulelist):
@@ -147,16 +156,19 @@ class DequantizeExperts(MergeModulelist):
         raise NotImplementedError("dequantized experts are saved as floating point")
 
 
-def weight_conversions(config, expert_storage: str, dequantize=None) -> list[WeightTransform]:
+def weight_conversions(
+    config, expert_storage: str, dequantize=None, a_log_shape: tuple[int, ...] | None = None
+) -> list[WeightTransform]:
     """Conversions between the released layout and a model.
 
     Args:
         config: the model's config.
         expert_storage: `packed`, `float`, or `dequantize` (packed in the file, floating point in the model).
         dequantize: the MXFP4 decoder, for `dequantize`.
+        a_log_shape: of `A_log` in the files, which saving writes again.
     """
     conversions: list[WeightTransform] = [
-        WeightConverter(r"self_attn.A_log", "self_attn.A_log", operations=[HeadsFromFile()])
+        WeightConverter(r"self_attn.A_log", "self_attn.A_log", operations=[HeadsFromFile(a_log_shape)])
     ]
     if not config.get_text_config(decoder=True).num_experts:
         return conversions
@@ -254,6 +266,15 @@ def read_headers(files: list[str | os.PathLike]) -> dict[str, tuple[str, tuple[i
             origin[name] = path.name
             tensors[name] = (entry["dtype"], tuple(entry["shape"]))
     return tensors
+
+
+def a_log_shape(files: list[str] | None) -> tuple[int, ...] | None:
+    """Shape in which safetensors files hold the first `A_log`; None without files, or without one in them."""
+    for file in files or ():
+        for name, entry in read_header(Path(file))[0].items():
+            if name.endswith(".self_attn.A_log"):
+                return tuple(entry["shape"])
+    return None
 
 
 def check_headers(

@@ -22,7 +22,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import OutputRecorder
 
 from .cache_kimi_k3 import HybridCache
-from .checkpoint_kimi_k3 import load_checked, weight_conversions
+from .checkpoint_kimi_k3 import a_log_shape, load_checked, weight_conversions
 from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from .distributed_kimi_k3 import check_fit, pipeline_forward, without_tensor_parallelism
 from .generation_kimi_k3 import (
@@ -83,10 +83,10 @@ class KimiK3PreTrainedModel(PreTrainedModel):
             self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, *self._fp32_of_bounded_gate]
         self._weight_conversions = self._conversions()
 
-    def _conversions(self):
-        if self.expert_storage == "dequantize":
-            return weight_conversions(self.config, "float")
-        return weight_conversions(self.config, self.expert_storage)
+    def _conversions(self, a_log_file_shape: tuple[int, ...] | None = None):
+        """What saving reverses: a model whose experts were dequantized is saved in floating point."""
+        storage = "float" if self.expert_storage == "dequantize" else self.expert_storage
+        return weight_conversions(self.config, storage, a_log_shape=a_log_file_shape)
 
     def get_correct_experts_implementation(self, requested_experts):
         # Our own grouped path by default; transformers would pick grouped_mm, which has no packed experts.
@@ -134,7 +134,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
             model, state_dict, checkpoint_files, load_config, conversions, model.expert_storage, *args, **kwargs
         )
         # Saving reverses the model's own conversions, not those that happened to be used (and never the prefix).
-        model._weight_conversions = model._conversions()
+        model._weight_conversions = model._conversions(a_log_shape(checkpoint_files if state_dict is None else None))
         return result
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):

@@ -263,7 +263,6 @@ def export(state, tokenizer, options):
     packed = KimiK3ForCausalLM.from_pretrained(
         None, config=config, state_dict=packed_state(state), dtype=torch.bfloat16
     )
-    packed._a_log_file_shape = None  # A_log is written padded, as released, and not in the shape it had in memory
     packed.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
