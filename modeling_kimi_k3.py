@@ -412,7 +412,7 @@ def _check_mask(attention_mask) -> None:
         )
 
 
-class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
+class KimiK3ForCausalLM(KimiK3GenerationMixin, KimiK3PreTrainedModel):
     """The text model with its language-model head; reads the text part of a multimodal checkpoint too."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -492,7 +492,7 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
         )
 
 
-class KimiK3ForConditionalGeneration(KimiK3PreTrainedModel, KimiK3GenerationMixin):
+class KimiK3ForConditionalGeneration(KimiK3GenerationMixin, KimiK3PreTrainedModel):
     """The class that the released checkpoint names. Text works; images are refused until vision is implemented."""
 
     config_class = KimiK3Config

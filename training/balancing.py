@@ -22,7 +22,7 @@ BINS = 1000
 class RouterRecorder:
     """Shows a rule the router scores of every training forward, once for each real token.
 
-    Padding is left out, as the model's own layout names it; so are forwards in evaluation mode, and the recomputation
+    Padding is left out, as the forward's packing names it; so are forwards in evaluation mode, and the recomputation
     under gradient checkpointing, which would count a token twice.
 
     Args:
@@ -64,7 +64,7 @@ class RouterRecorder:
             recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass
             if not layer.training or recomputing:
                 return
-            logits, real = output[3], getattr(kwargs.get("layout"), "order", None)
+            logits, real = output[3], getattr(kwargs.get("packing"), "order", None)
             self.record(index, torch.sigmoid(logits if real is None else logits[real]))
 
         return hook

@@ -260,7 +260,7 @@ class QKClip:
             if module.training and kwargs.get("context") is not None:
                 raise ValueError("QK-clip measures whole rows, and these are cut over processes (context_parallel)")
             if module.training and whole and not recomputing:
-                sequence = _sequences(kwargs.get("layout"), args[0].shape[:2], seen["query"].shape[:2])
+                sequence = _sequences(kwargs.get("packing"), args[0].shape[:2], seen["query"].shape[:2])
                 largest = self._largest_logits(module, **seen, sequence=sequence)
                 torch.maximum(self._largest[index], largest.to(self._largest), out=self._largest[index])
             seen.clear()
@@ -317,19 +317,19 @@ class QKClip:
         return measured
 
 
-def _sequences(layout, given, computed):
+def _sequences(packing, given, computed):
     """[B, T] number of the sequence of every token, -1 at padding; None where each row of the forward is one.
 
     Args:
-        layout: of the forward, or None.
+        packing: of the forward, or None.
         given: (B, T) of the forward.
         computed: (B, T) of the projections; under flash kernels one row of the real tokens.
     """
-    if layout is None:
+    if packing is None:
         return None
-    numbers = torch.repeat_interleave(layout.cu_seqlens.diff())
+    numbers = torch.repeat_interleave(packing.cu_seqlens.diff())
     if given == computed:
-        return numbers.new_full((given.numel(),), -1).index_copy(0, layout.order, numbers).view(given)
+        return numbers.new_full((given.numel(),), -1).index_copy(0, packing.order, numbers).view(given)
     return numbers[None]
 
 

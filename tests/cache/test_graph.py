@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompileConfig
 
 import kimi_k3
-from kimi_k3 import graph_kimi_k3
+from kimi_k3 import generation_kimi_k3, graph_kimi_k3
 
 ON_GPU = torch.cuda.is_available()
 
@@ -23,6 +23,13 @@ def test_only_a_model_on_one_device_with_graphs_is_captured(data_dir):
     model = load(data_dir)
     assert not graph_kimi_k3.can_capture(model)
     assert not graph_kimi_k3.can_capture(model.to("meta"))
+
+
+def test_generate_is_given_the_captured_forward_where_there_are_graphs(data_dir, monkeypatch):
+    model = load(data_dir)
+    monkeypatch.setattr(generation_kimi_k3, "can_capture", lambda _: True)
+    assert isinstance(model.get_compiled_call(None), graph_kimi_k3.CapturedForward)
+    assert not isinstance(model.get_compiled_call(CompileConfig()), graph_kimi_k3.CapturedForward)
 
 
 @torch.no_grad()
