@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
-from kimi_k3.cache_layers_kimi_k3 import LatentCacheLayer
-from kimi_k3.graph_kimi_k3 import CapturedForward, can_capture
-
+from .. import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
+from ..cache_layers_kimi_k3 import LatentCacheLayer
+from ..graph_kimi_k3 import CapturedForward, can_capture
 from .memory import PeakMemory
 from .report import BLUE, ORANGE, panels_of, pyplot_for_files
 from .run import Results, short_length, versions

@@ -1,4 +1,4 @@
-"""lm-eval's own command with the classes of this package registered and its recall tasks on the path.
+"""lm-eval's own command with our recall tasks on the path; being of the package, this module registers its classes.
 
     python -m kimi_k3.eval.harness --model hf --model_args pretrained=checkpoints/small --tasks kimi_k3_fact ...
 
@@ -10,8 +10,6 @@ import os
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
-
-import kimi_k3  # noqa: F401  registers the classes
 
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 

@@ -9,9 +9,8 @@ import hashlib
 
 import torch
 
-from kimi_k3 import CACHE_ARGUMENT, HybridCache
-from kimi_k3.cache_kimi_k3 import model_fingerprint
-
+from .. import CACHE_ARGUMENT, HybridCache
+from ..cache_kimi_k3 import model_fingerprint
 from .memory import PeakMemory
 from .sizing import EvalError, Prompt, Tokens
 from .suite import Task, answer_room

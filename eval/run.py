@@ -18,8 +18,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-import kimi_k3
-
+from .. import __version__
 from .haystack import Haystack
 from .sizing import EvalError, Tokens
 from .suite import TASKS, Unit
@@ -181,7 +180,7 @@ def write_memory(folder: Path, memory: dict[int, dict]) -> dict[str, dict]:
 def versions() -> str:
     """What a result depends on beside the model, as one line."""
     return (
-        f"kimi-k3 {kimi_k3.__version__}, suite {SUITE}, torch {torch.__version__}, "
+        f"kimi-k3 {__version__}, suite {SUITE}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, python {platform.python_version()}"
     )
 

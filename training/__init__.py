@@ -2,8 +2,7 @@
 
 import importlib
 
-from kimi_k3.kernels.cross_entropy import chunked_cross_entropy
-
+from ..kernels.cross_entropy import chunked_cross_entropy
 from .balancing import QuantileBalancer, QuantileBalancerCallback
 from .muon import PerHeadMuon, QKClip, muon_groups
 from .qat import finish_qat, start_qat

@@ -23,8 +23,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
 
-from kimi_k3.kernels.experts import grouped_experts
-from kimi_k3.kernels.mxfp4 import dequantize_mxfp4, packed_linear, quantize_mxfp4
+from ..kernels.experts import grouped_experts
+from ..kernels.mxfp4 import dequantize_mxfp4, packed_linear, quantize_mxfp4
 
 WEIGHTS = ("gate_up", "down")
 

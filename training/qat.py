@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from kimi_k3.kernels.experts import grouped_experts
-from kimi_k3.kernels.mxfp4 import GROUP, dequantize_mxfp4, quantize_mxfp4
-from kimi_k3.layers_kimi_k3 import KimiK3Experts, KimiK3PackedExperts
+from ..kernels.experts import grouped_experts
+from ..kernels.mxfp4 import GROUP, dequantize_mxfp4, quantize_mxfp4
+from ..layers_kimi_k3 import KimiK3Experts, KimiK3PackedExperts
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 # Largest number and exponent of E4M3.

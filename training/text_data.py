@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from datasets import load_dataset
 
-from kimi_k3.kernels.cross_entropy import IGNORED
+from ..kernels.cross_entropy import IGNORED
 
 # file ending -> (builder of `datasets`, its options); the text is in the column `text`
 FORMATS = {

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from kimi_k3 import KimiK3ForCausalLM
-from kimi_k3.kernels.cross_entropy import IGNORED, chunked_cross_entropy
-from kimi_k3.training.balancing import QuantileBalancer
-from kimi_k3.training.muon import PerHeadMuon, QKClip, muon_groups
-from kimi_k3.training.state_file import save_state
-from kimi_k3.training.text_data import DataError, PackedRows
+from .. import KimiK3ForCausalLM
+from ..kernels.cross_entropy import IGNORED, chunked_cross_entropy
+from .balancing import QuantileBalancer
+from .muon import PerHeadMuon, QKClip, muon_groups
+from .state_file import save_state
+from .text_data import DataError, PackedRows
 
 WARMUP = 0.01
 MAX_GRAD_NORM = 1.0
