@@ -609,9 +609,9 @@ def _code_digest() -> str:
 
 @functools.cache
 def _compiler() -> str | None:
-    """Version of Triton, which compiles the kernels and need not be the one that torch came with."""
+    """Version of the Triton that the kernels import, which need not be the one that torch came with."""
     try:
-        import triton
+        from ..kernels.triton_tools import triton
     except ImportError:
         return None
     return triton.__version__
