@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -598,11 +599,19 @@ class PrefixCache:
         self.disk.adopt((segment.key, kind), size, self._flops_without(segment, kind))
 
 
+def _code_digest(model: torch.nn.Module) -> str:
+    """Of the files that compute its states, another version of which may round elsewhere: kernels, the model's files in
+    the root, and those of its modules' classes, which are adapters' as well where it has some."""
+    root = Path(__file__).parent.parent
+    modules = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+    of_classes = {Path(file) for name in modules if (file := getattr(sys.modules.get(name), "__file__", None))}
+    return _digest_of(tuple(sorted({*root.glob("*_kimi_k3.py"), *root.glob("kernels/*.py"), *of_classes})))
+
+
 @functools.cache
-def _code_digest() -> str:
-    """Of the package's files that compute, adapters' among them: another version of them may round elsewhere."""
-    root, digest = Path(__file__).parent.parent, hashlib.sha256()
-    for file in sorted([*root.glob("*_kimi_k3.py"), *root.glob("kernels/*.py"), *root.glob("training/*.py")]):
+def _digest_of(files: tuple[Path, ...]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -622,7 +631,7 @@ def numerics_fingerprint(model: torch.nn.Module) -> str:
     device = model.device
     settings = (
         model.config._attn_implementation,
-        _code_digest(),
+        _code_digest(model),
         torch.__version__,
         _compiler(),
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {torch.get_num_threads()}",

@@ -25,13 +25,16 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from peft import LoraConfig, get_peft_model
 
+import kimi_k3
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.cache_layers_kimi_k3 import LatentCacheLayer
 from kimi_k3.cli import main as cli
 from kimi_k3.serving import prefix_cache, tiers
 from kimi_k3.serving.prefix_cache import PrefixCache
+from kimi_k3.training import lora_targets
 
 BLOCK, EVERY = 4, 12
 # 10,000 operations take minutes: KIMI_K3_EXAMPLES=200 runs them.
@@ -116,11 +119,36 @@ def test_another_version_of_the_code_starts_afresh(changed, tmp_path, monkeypatc
     with contextlib.closing(make(**options)) as cache:
         assert check(cache, prompt) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(prefix_cache, changed, lambda: "another")
+        patch.setattr(prefix_cache, changed, lambda *_: "another")
         with contextlib.closing(make(**options)) as cache:
             assert check(cache, prompt) == 0
     with contextlib.closing(make(**options)) as cache:
         assert check(cache, prompt) == 19
+
+
+def test_the_code_of_a_model_is_what_computes_its_states(data_dir, monkeypatch):
+    """Kernels, files of the root, and adapters where there are some: nothing else of the package, where editing what
+    reads a training text would leave every prefix on the disk unused."""
+    model, root = KimiK3ForCausalLM.from_pretrained(data_dir / "k3_tiny_mxfp4"), Path(kimi_k3.__file__).parent
+    digested = []
+    monkeypatch.setattr(prefix_cache, "_digest_of", lambda files: digested.append({*files}))
+    prefix_cache._code_digest(model)
+    prefix_cache._code_digest(get_peft_model(model, LoraConfig(r=2, **lora_targets(model))))
+    plain, adapted = ({str(file.relative_to(root)) for file in files if root in file.parents} for files in digested)
+    assert {"kernels/kda.py", "layers_kimi_k3.py", "modeling_kimi_k3.py"} <= plain
+    assert {name.partition("/")[0] for name in plain if "/" in name} == {"kernels"}
+    assert adapted - plain == {"training/lora.py"} and plain <= adapted
+    assert any("peft" in file.parts for file in digested[1] - digested[0])
+
+
+def test_a_digest_changes_with_a_file(tmp_path):
+    file = tmp_path / "code.py"
+    digests = []
+    for text in ("a = 1", "a = 2"):
+        file.write_text(text)
+        prefix_cache._digest_of.cache_clear()
+        digests.append(prefix_cache._digest_of((file,)))
+    assert digests[0] != digests[1]
 
 
 def counting(forward, lengths):
