@@ -104,7 +104,7 @@ class PrefixCache:
         self._behind = Behind()
         if host_bytes:
             self.tiers.append(MemoryTier("host", torch.device("cpu"), host_bytes, self._behind))
-        self.disk = None if folder is None else DiskTier(Path(folder), disk_bytes, self.index.root.key, self._behind)
+        self.disk = None if folder is None else DiskTier(Path(folder), disk_bytes, self.index.namespace, self._behind)
         if self.disk:
             self.tiers.append(self.disk)
         self.lookups = self.hits = self.hit_tokens = self.computed_tokens = 0

@@ -84,11 +84,19 @@ class Segment:
 
 
 class PrefixIndex:
-    """The segments of one model. Not locked: `PrefixCache` holds its lock around every call."""
+    """The segments of one model. Not locked: `PrefixCache` holds its lock around every call.
+
+    Attributes:
+        namespace: hex digest that names the model, here and on the disk.
+        block: tokens of a block.
+        root: the empty text, which every other goes on from; its hash begins all chains, so that no key of one model is
+            one of another's.
+    """
 
     def __init__(self, namespace: str, block: int):
-        self.block = block
-        self.root = Segment(namespace, None, 0, (), False, bytes.fromhex(namespace), (), ())
+        self.namespace, self.block = namespace, block
+        empty = chained(bytes.fromhex(namespace))
+        self.root = Segment(empty.hex(), None, 0, (), False, empty, (), ())
         self.segments: dict[str, Segment] = {}
         self._ending: dict[bytes, list[Segment]] = {}
         self._covering: dict[bytes, int] = {}

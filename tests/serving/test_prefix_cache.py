@@ -141,6 +141,12 @@ def test_the_code_of_a_model_is_what_computes_its_states(data_dir, monkeypatch):
     assert any("peft" in file.parts for file in digested[1] - digested[0])
 
 
+def test_the_fingerprint_names_the_folder_and_no_text(tmp_path):
+    with contextlib.closing(make(folder=tmp_path, disk_bytes=1 << 30)) as cache:
+        assert cache.index.namespace == prefix_cache.numerics_fingerprint(MODEL) == cache.disk.folder.name
+        assert cache.index.root.key != cache.index.namespace
+
+
 def test_a_digest_changes_with_a_file(tmp_path):
     file = tmp_path / "code.py"
     digests = []
