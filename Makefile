@@ -58,6 +58,7 @@ bench: $(NEWEST_READY)
 
 lint: $(NEWEST_READY)
 	.venv/bin/ruff check --output-format=concise .
+	.venv/bin/ruff format --check .
 
 clean:
 	rm -rf .venv .venv-oldest build dist *.egg-info .hypothesis .ruff_cache
