@@ -1,6 +1,6 @@
 # Every target does its whole set-up on a fresh machine; stamp files make a second call start at once.
 #
-#   make demo | test | test-gguf | bench | lint | clean
+#   make demo | test | test-gguf | bench | lint | types | clean
 
 PYTHON ?= python3
 # Installed before everything else, so that no dependency picks another build. Name the one you want:
@@ -20,7 +20,7 @@ OLDEST_READY := .venv-oldest/.ready
 # Two editable installs of one tree at once would write the same metadata.
 .NOTPARALLEL:
 
-.PHONY: demo test test-newest test-oldest test-gguf bench lint clean
+.PHONY: demo test test-newest test-oldest test-gguf bench lint types clean
 
 demo: $(NEWEST_READY)
 	.venv/bin/python -P demo.py
@@ -56,12 +56,18 @@ test-gguf: $(NEWEST_READY)
 bench: $(NEWEST_READY)
 	set -e; for script in benchmarks/*_cpu.py; do .venv/bin/python -P "$$script"; done
 
-lint: $(NEWEST_READY)
+lint: $(NEWEST_READY) types
 	.venv/bin/ruff check --output-format=concise .
 	.venv/bin/ruff format --check .
 
+# mypy takes a module's name from its path: below a link named like the package, the repository root has that name.
+types: $(NEWEST_READY)
+	mkdir -p build/types
+	ln -sfn ../.. build/types/kimi_k3
+	.venv/bin/mypy
+
 clean:
-	rm -rf .venv .venv-oldest build dist *.egg-info .hypothesis .ruff_cache
+	rm -rf .venv .venv-oldest build dist *.egg-info .hypothesis .mypy_cache .ruff_cache
 	find . '(' -name __pycache__ -o -name .pytest_cache ')' -type d -prune -exec rm -rf {} +
 
 # Editable, so that new files and folders are there without another install.

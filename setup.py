@@ -56,12 +56,13 @@ setup(
             "hypothesis",
             "lm-eval>=0.4.13",
             "matplotlib",
+            # of one release, as ruff below: a later one may find fault with code that has not changed
+            "mypy>=2.4,<2.5",
             "parameterized",
             "peft>=0.21",
             "prometheus-client",
             "pytest>=8",
             "pytest-xdist",
-            # one release: a later one may find fault with code that has not changed
             "ruff>=0.17,<0.18",
             "simpy",
             "tqdm",
