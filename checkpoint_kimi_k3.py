@@ -35,8 +35,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-# The two places where this module enters transformers' loader. If a release moves them, say so at import: without
-# the conversions a checkpoint would load as random weights and one warning.
+# This module hooks into transformers' loader at two places. If a release moves them, say so at import: without the
+# conversions a checkpoint would load as random weights with one warning.
 _LOADER_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
 if list(inspect.signature(PreTrainedModel._load_pretrained_model).parameters)[:4] != _LOADER_ARGUMENTS:
     raise ImportError("this transformers release has changed its checkpoint loader; use transformers >=5.17,<=5.24")
@@ -100,7 +100,7 @@ class HeadsToFile(ConversionOps):
 class StackExperts(MergeModulelist):
     """The tensors of every expert to one [E, rows, columns]; w1 and w3 follow each other in the rows.
 
-    By its base class the loader knows that it collects experts, and reads those of a process's own only.
+    By its base class the loader knows that it collects experts, and reads only a process's own.
     """
 
     def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
@@ -142,7 +142,7 @@ class DequantizeExperts(MergeModulelist):
         pairs = [
             (input_dict[p], input_dict[s]) for p, s in zip(source_patterns[::2], source_patterns[1::2], strict=True)
         ]
-        # The loader casts to the parameter's dtype on the way; bytes are exact in every floating-point dtype.
+        # The loader has cast the bytes to the parameter's dtype; they are exact in every floating-point dtype.
         experts = [
             torch.cat(
                 [self.dequantize(packed[e].to(torch.uint8), scale[e].to(torch.uint8), dtype) for packed, scale in pairs]
@@ -337,7 +337,7 @@ def check_tensors(
             continue
         original, file_dtype, file_shape = entry
         if name.endswith("self_attn.A_log"):
-            continue  # several shapes are right; the conversion checks them
+            continue  # several shapes are valid; the conversion checks them
         if dtype == "U8" and file_dtype != "U8":
             raise ValueError(f"{original} is {file_dtype}, expected U8 (packed MXFP4)")
         if dtype != "U8" and file_dtype not in ("F64", "F32", "BF16", "F16"):

@@ -42,7 +42,7 @@ _RELEASED_LINEAR_ATTN = {
     "use_full_rank_gate": True,
 }
 
-# What a file means that does not mention the key.
+# The meaning of a file that does not mention the key.
 _ABSENT_IN_FILE = {
     "activation_situ_beta": None,
     "activation_situ_linear_beta": None,
@@ -61,10 +61,10 @@ _ABSENT_IN_FILE = {
     "pad_token_id": None,
 }
 
-# Keys that no computation of ours reads. They are kept only to be written back as they came.
+# Keys that none of our computations read. They are kept only to be written back as they were.
 _CARRIED_KEYS = ("head_dim", "rope_scaling", "rope_theta", "model_max_length")
 
-# Written by transformers' own kimi_linear beside the keys that they follow from; properties here.
+# Written by transformers' own kimi_linear beside the keys from which they follow; properties here.
 _DERIVED_KEYS = ("layer_types", "mlp_layer_types")
 
 # Sizes and counts: the smallest value that works, and whether null (the feature is absent) is one too.
@@ -94,7 +94,7 @@ _ACTIVATIONS = ("situ", "silu")
 
 
 def _written_dict(config: PreTrainedConfig, output: dict[str, Any]) -> dict[str, Any]:
-    """Drop what transformers adds in memory and must not reach a file that other engines read."""
+    """Drop what transformers adds in memory and what must not reach a file that other engines read."""
     for key in ("_attn_implementation", "_experts_implementation", "output_attentions", "per_layer_config"):
         if output.get(key) in (None, False):
             output.pop(key, None)
@@ -140,7 +140,7 @@ class KimiK3TextConfig(PreTrainedConfig):
         routed_expert_hidden_size (`int`, *optional*): width of the latent that routed experts work in; None is the
             full width.
         num_experts (`int`, *optional*): routed experts in a MoE layer; None or 0 makes every layer dense.
-        first_k_dense_replace (`int`): the first so many layers are dense.
+        first_k_dense_replace (`int`): number of leading layers that are dense.
         activation_situ_beta, activation_situ_linear_beta (`float`, *optional*): caps of SiTU-GLU on the gate and on the
             up branch. The first is required by `hidden_act="situ"`; None for the second leaves the up branch uncapped.
         quantization_config (`dict`, *optional*): the released `compressed-tensors` section. Routed experts are then

@@ -2,8 +2,8 @@
 
     python demo.py [CHECKPOINT] [--tokens N] [--seed S]
 
-The document is real text the checkpoint was not trained on, with one made-up fact about each of three people put in. It
-is read into the cache once; every question goes on from a copy of that.
+The document is real text that the checkpoint was not trained on, with a made-up fact about each of three people in it.
+It is read into the cache once; every question continues from a copy of the cache.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from kimi_k3.cli.generate import check_length, generate_text, report, speed
 
 SMALL = Path(__file__).parent / "checkpoints" / "small"
 OPENING = "The old house stood at the end of the lane, and every evening"
-# No fact of the training told anything about these three.
+# No fact of the training was about these three.
 NAMES = ("Cordelia", "Leopold", "Rowena")
 DEPTHS = (0.1, 0.5, 0.9)
 QUESTION = "\nQuestion: What is the secret number of {name}?\nAnswer:"
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     rng = random.Random(args.seed)
     document = tokenizer.decode(encode(tokenizer, sample.read_text(encoding="utf-8"))[0, : args.tokens])
     secrets = {name: str(rng.randrange(10_000, 100_000)) for name in NAMES}
-    for name, depth in reversed(list(zip(NAMES, DEPTHS, strict=True))):  # the last first: depths stay what they are
+    for name, depth in reversed(list(zip(NAMES, DEPTHS, strict=True))):  # last first: depths stay as they are
         document = insert_fact(document, f"The secret number of {name} is {secrets[name]}.", depth)
     document = encode(tokenizer, document)
     # A question starts with a line break, where the tokenizer splits anyway: its ids can be appended.

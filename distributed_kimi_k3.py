@@ -1,12 +1,12 @@
 """How a Kimi K3 is cut for several processes: the parallel styles that transformers lacks, and what they refuse.
 
 `KimiK3TextConfig.base_model_tp_plan` and its siblings name a style for every weight; `docs/distributed.md` has the
-table. transformers' own styles serve the embedding, the MLPs, the experts and the head. An attention layer needs more
-than its linear maps cut: convolutions, decay and kernels work on a process's own heads, and the absorbed form of MLA
-reads a weight itself. So the layer as a whole runs on local tensors, and exchanges once: its output forward, the
+table. transformers' own styles serve the embedding, the MLPs, the experts and the head. In an attention layer more than
+the linear maps has to be cut: convolutions, decay and kernels work on a process's own heads, and the absorbed form of
+MLA reads a weight directly. So the layer as a whole runs on local tensors, and exchanges once: its output forward, the
 gradient of its input backward.
 
-Pipelines: transformers leaves every process its own layers and reads no other weights, but passes one tensor between
+Pipelines: transformers gives every process its own layers and reads no other weights, but passes one tensor between
 two of them. Attention Residuals pass the finished blocks too, so the forward is ours.
 """
 
@@ -31,14 +31,14 @@ MXFP4_GROUP = 32
 
 
 def complete_gradient(x: torch.Tensor, mesh) -> torch.Tensor:
-    """x, the same on every process, for a computation that each does a part of: backward, their gradients are added."""
+    """x, the same on every process, for a computation of which each does a part: backward sums their gradients."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def sum_over_processes(x: torch.Tensor, mesh) -> torch.Tensor:
-    """The sum of every process's part; backward, each gets the whole gradient. Without autograd, in place."""
+    """The sum of all processes' parts; backward, each gets the whole gradient. In place without autograd."""
     if torch.is_grad_enabled() and x.requires_grad:
         return (
             DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
@@ -93,7 +93,7 @@ class Part(TensorParallelLayer):
 
 
 class OwnHeads(TensorParallelLayer):
-    """A KDA or MLA layer on a process's own heads: recurrent states are theirs, latents are whole everywhere."""
+    """A KDA or MLA layer on a process's own heads: recurrent states are cut with them, latents are whole everywhere."""
 
     def shard_param(self, module, param, mesh):
         # `A_log` stays whole: files pad it in several ways, so that a part of the file is not a part of the heads.
@@ -163,7 +163,7 @@ def without_tensor_parallelism(model, distributed_config):
 
 
 def check_fit(model: nn.Module, distributed_config) -> None:
-    """Refuse a number of processes that does not divide what it cuts, before a weight is read.
+    """Refuse a number of processes that does not divide the sizes it cuts, before a weight is read.
 
     Args:
         model: before it is cut, perhaps on the meta device.

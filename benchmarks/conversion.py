@@ -3,10 +3,10 @@
     python benchmarks/conversion.py FOLDER [--experts 896] [--vocabulary 163840] [--repeats 3]
 
 FOLDER gets a checkpoint with the tensor names and shapes of Kimi K3: embedding, head and two full-width layers, the
-dense one and one with so many of its 896 experts; random bytes. Every run is a process of its own, reads from the disk
+dense one and one with `--experts` of 896 experts; random bytes. Every run is a process of its own, reads from the disk
 (the source is evicted from the page cache) and ends with its files on it (fsync), the copy too. Copy and conversion
-take turns, so that both see the same machine; what is written is deleted after each run. A RAM disk shows what
-conversion itself costs. The table goes to docs/conversion.md.
+take turns, so that both meet the same load; what is written is deleted after each run. A RAM disk shows what conversion
+itself costs. The table goes to docs/conversion.md.
 """
 
 import argparse

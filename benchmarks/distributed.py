@@ -5,10 +5,10 @@
 
 Starts one process a GPU through torchrun (or is started by it). Every process first times its own GPU alone, each in
 another order, so that kernels are compiled side by side; those of process 0 are the "one GPU" of the results. Weights
-are random: Kimi K3's width, 4 layers, 64 experts (`generate.py`), and for training a model of 0.4 B parameters, whose
-batch a GPU stays the same: its "one GPU" takes the tokens of all GPUs one batch after the other. Milliseconds are
-medians of the slowest process; the roofline is one GPU's time over the number of GPUs. `sent_bytes` is what one process
-sends, collectives taken as rings, and `formula_bytes` what `docs/distributed.md` says it should be.
+are random: Kimi K3's width, 4 layers, 64 experts (`generate.py`), and for training a model of 0.4 B parameters. Its
+batch a GPU stays the same: "one GPU" takes the tokens of all GPUs batch after batch. Milliseconds are medians of the
+slowest process; the roofline is one GPU's time over the number of GPUs. `sent_bytes` are those that one process
+sends, collectives taken as rings, and `formula_bytes` those of `docs/distributed.md` and `docs/parallel.md`.
 """
 
 import argparse
@@ -177,7 +177,7 @@ def cut_case(sizes, device, one, exchange=None):
     ours = prefill_ms(model, sizes.prefill)
     how = f", {exchange}" if exchange == "all_to_all" else ""
     yield f"{name} prefill T={sizes.prefill}{how}", ours, one["prefill"], counted.total, least, extra
-    if not how:  # its sizes go through the host: no step is captured
+    if not how:  # its sizes go through the host, so no step is captured
         ours = decode_ms(model, sizes.batch)
         yield f"{name} decode B={sizes.batch}", ours, one["decode"], None, None, {}
 

@@ -1,4 +1,4 @@
-"""What a line of results names beside its case, where the host's time is measured."""
+"""What a line of results says besides its case, where the host's time is measured."""
 
 import datetime
 import platform

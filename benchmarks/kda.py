@@ -51,7 +51,7 @@ def replay_ms(calls) -> float:
 
 
 def facts() -> dict[str, str]:
-    """What every line of results names beside its case."""
+    """What every line of results says besides its case."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "versions": f"torch {torch.__version__}, triton {triton.__version__}",

@@ -47,7 +47,7 @@ def options_of(tp: int, ep: int, pp: int, exchange: str) -> dict | None:
 
 @torch.no_grad()
 def random_model(config: KimiK3TextConfig, options: dict | None, device: torch.device) -> KimiK3ForCausalLM:
-    """A bfloat16 model of which every process makes its own part and nothing else."""
+    """A bfloat16 model of which every process makes only its own part."""
     cut, mesh = None, None
     if options is not None:
         cut, _, mesh = KimiK3ForCausalLM.prepare_distribute_model(DistributedConfig(**options))
@@ -62,7 +62,7 @@ def random_model(config: KimiK3TextConfig, options: dict | None, device: torch.d
         model = KimiK3ForCausalLM.maybe_distribute_model(model, cut, mesh)
     model.to_empty(device=device)
     for index, (name, tensor) in enumerate([*model.named_parameters(), *model.named_buffers()]):
-        torch.manual_seed(index)  # what every process holds whole is the same on all of them
+        torch.manual_seed(index)  # weights that every process holds whole are the same on all of them
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if local.dtype == torch.uint8:
             local.random_(118, 124) if name.endswith("_scale") else local.random_(0, 256)

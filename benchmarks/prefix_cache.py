@@ -2,9 +2,9 @@
 
     python benchmarks/prefix_cache.py [--device cuda] [--slice] [--tokens 32768] [--out results.jsonl]
 
-A turn of so many tokens is answered with 32 new ones; the next turn adds 64 tokens. Cold, all of them run in one
-forward. The logits must be those of a cold run that is split where the cache was, to the last bit. Prints also what the
-cost model counts for the cold prefill and the FLOP/s that this makes. `--slice` takes four layers of Kimi K3's width
+A turn of `--tokens` is answered with 32 new ones; the next turn adds 64 tokens. Cold, all of them run in one
+forward. The logits must be those of a cold run that is split where the cache was, to the last bit. Also prints what the
+cost model counts for the cold prefill, and the FLOP/s that follow. `--slice` takes four layers of Kimi K3's width
 with random bfloat16 weights (`generate.py`) in place of the small checkpoint.
 """
 
@@ -31,7 +31,7 @@ ANSWER, ADDED = 32, 64
 
 
 def first_token(run, device):
-    """(seconds until the most likely next token is known on the host, what `run` returned: logits first)."""
+    """(seconds until the host knows the most likely next token, what `run` returned: logits first)."""
     if device == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -75,11 +75,11 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
 
         def second_turn(cache):
-            """(seconds, token ids, logits, `Prefilled`) of one that the cache saw the first turn of; all is written."""
+            """(seconds, token ids, logits, `Prefilled`) of a second turn; the first one has been written."""
             added = torch.randint(3, 2048, (1, ADDED), generator=generator).to(device)
             ids = torch.cat([turn, added], dim=1)
             seconds, (logits, done) = first_token(lambda: cache.forward(ids), device)
-            cache.flush()  # what is written behind the first token must not disturb what is measured next
+            cache.flush()  # files written after the first token must not disturb the next measurement
             return seconds, ids, logits, done
 
         cache = PrefixCache(model, 4 << 30, folder=folder, disk_bytes=4 << 30)
@@ -87,7 +87,7 @@ def main():
         cache.flush()
         second_turn(cache)  # first-call costs of a hit
         for _ in range(options.repeats):
-            for where in ("memory", "disk"):  # each another turn: what one leaves on the disk is no help to the other
+            for where in ("memory", "disk"):  # each a different turn: the files of one do not help the other
                 kept = cache if where == "memory" else PrefixCache(model, 4 << 30, folder=folder, disk_bytes=4 << 30)
                 seconds, ids, logits, done = second_turn(kept)
                 times[where].append(seconds)

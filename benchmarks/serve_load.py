@@ -2,8 +2,8 @@
 
     python benchmarks/serve_load.py [--clients 64] [--seconds 120]
 
-Starts the server as a process of its own and fails if an answer differs from the same request alone, if anything else
-than a 200 comes back, if a request is left behind, or if the server's memory keeps growing.
+Starts the server as a process of its own. Fails if an answer differs from that of the same request alone, if anything
+but a 200 comes back, if a request is left behind, or if the server's memory keeps growing.
 """
 
 import argparse

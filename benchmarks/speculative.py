@@ -5,7 +5,7 @@
 
 Three kinds of text: greedy continuations of passages that neither the checkpoint nor the draft was trained on (from
 documents that recipes/small/corpus.py holds out), samples of the same at temperature 1, and answers to questions about
-facts. The plain loop is one of forwards with a cache, without what `generate` does around it. Reading the prompt is
+facts. The plain loop only runs forwards with a cache, without what `generate` does around them. Reading the prompt is
 part of both times.
 """
 
@@ -81,7 +81,7 @@ def plain(model, ids, count, temperature, generator):
 
 
 def measure(model, draft, prompts, count, temperature, repeats):
-    """The least times of all prompts together, in ms a token, and how the draft did."""
+    """The shortest times over all prompts, in ms a token, and how the draft did."""
     total = {"ours_ms": 0.0, "peer_ms": 0.0}
     rounds = drafted = accepted = 0
     for ids in prompts:

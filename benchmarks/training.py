@@ -7,7 +7,7 @@ Kimi-Linear's layers (3 KDA, 1 MLA, no mix over depth, no latent experts, no low
 random bfloat16 weights, written once and read by both. A step is forward, loss of all tokens, backward and fused AdamW
 on one row of 8192 tokens, with and without gradient checkpointing. The native class runs flash-linear-attention's KDA
 where that is installed (every line names what it ran), and transformers' grouped matrix product for experts. The two
-take turns in one process, four steps in a row each, between which nothing waits for the GPU, as in a training loop that
+take turns in one process, four steps in a row each, without waiting for the GPU in between, as in a training loop that
 does not log every step; medians of CUDA events. Memory is the most that is allocated in a step, weights,
 gradients and optimizer state included, without the other model's. The roofline is 6 operations a token and weight used
 over the rate of a large matrix product; recomputation is not counted. Every line has both losses of the first step.
@@ -136,7 +136,7 @@ class Side:
         return sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers(), *state])
 
     def peak(self, others):
-        """The most bytes of a step, without what other models hold."""
+        """The most bytes of a step, without those of other models."""
         if self.device != "cuda":
             return 0
         torch.cuda.reset_peak_memory_stats()

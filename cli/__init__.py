@@ -1,1 +1,1 @@
-"""The command line `kimi-k3`. Imports nothing: the commands of every package import `common`, and `main` them."""
+"""The command line `kimi-k3`. Imports nothing: each package's commands import `common`, and `main` imports them."""

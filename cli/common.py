@@ -1,4 +1,4 @@
-"""What the subcommands of `kimi-k3` share: parser and error that a user reads, loading, and types of arguments."""
+"""What the subcommands of `kimi-k3` share: the parser, errors for users, loading, and types of arguments."""
 
 import argparse
 import importlib.util
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_or_explain(prog: str, run, args: argparse.Namespace) -> int:
-    """The exit code of `run(args)`: 0, or 2 after the sentence of an error that the user can do something about."""
+    """The exit code of `run(args)`: 0, or 2 after printing the sentence of an error that the user can mend."""
     try:
         run(args)
     except UsageError as error:
@@ -48,7 +48,7 @@ def load_tokenizer(folder: Path):
     """The tokenizer of a checkpoint folder; code shipped inside the folder is never run."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # which one a missing or broken file raises differs between tokenizer classes
+    except Exception as error:  # which of them a missing or broken file raises differs between tokenizer classes
         reason, _, rest = str(error).strip().partition("\n")
         if reason.rstrip().endswith(":"):  # a list follows
             reason = " ".join([reason.rstrip(), *rest.split()])
@@ -56,7 +56,7 @@ def load_tokenizer(folder: Path):
 
 
 def encode(tokenizer, text: str, **options) -> torch.Tensor:
-    """Token ids [1, T]. The tokenizer's own warning about long texts is off: `check_length` is the judge of that."""
+    """Token ids [1, T]. The tokenizer's own warning about long texts is off: `check_length` decides about them."""
     return tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids
 
 

@@ -47,7 +47,7 @@ class TimedStreamer(BaseStreamer):
 class Generation:
     """One generated continuation and what it cost.
 
-    `prompt_tokens` counts the tokens that this call processed, without those that the cache already held. The prefill
+    `prompt_tokens` counts the tokens that this call processed, without those that were in the cache. The prefill
     gives the first new token, so the decoding time belongs to the other `new_tokens - 1`.
     """
 
@@ -69,9 +69,9 @@ def generate_text(
     cache: HybridCache | None = None,
     stream: bool = True,
 ) -> Generation:
-    """Continue `input_ids` [1, T], greedily at temperature 0, and print the text while it comes if `stream`.
+    """Continue `input_ids` [1, T], greedily at temperature 0; with `stream`, print the text while it comes.
 
-    A `cache` that already holds the first tokens of `input_ids` is continued, in place.
+    A `cache` that holds the first tokens of `input_ids` is continued in place.
     """
     cache = HybridCache(model.config) if cache is None else cache
     known = cache.get_seq_length()
@@ -100,7 +100,7 @@ def generate_text(
 
 
 def check_length(config: KimiK3TextConfig, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Refuse a request that leaves the range of positions the model was configured for."""
+    """Refuse a request that exceeds the positions for which the model was configured."""
     limit = config.max_position_embeddings
     if prompt_tokens + max_new_tokens > limit:
         raise UsageError(
@@ -175,7 +175,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt from `--prompt` or `--prompt-file`, as it stands."""
+    """The prompt from `--prompt` or `--prompt-file`, unchanged."""
     try:
         prompt = args.prompt if args.prompt_file is None else args.prompt_file.read_text(encoding="utf-8")
     except OSError as error:

@@ -1,8 +1,8 @@
 """Command line of the package: `kimi-k3 COMMAND ...`.
 
 A subcommand is two functions, one that declares its arguments and one that runs it, in the `COMMANDS` of the package
-whose work it is. Input that cannot work ends in one sentence on stderr and exit code 2, as early as it can be known:
-before the weights are read wherever the configuration and the tokenizer are enough to tell.
+whose work it is. Input that cannot work ends in one sentence on stderr and exit code 2, as early as possible: before
+the weights are read wherever the configuration and the tokenizer are enough to tell.
 """
 
 from ..conversion.commands import COMMANDS as CONVERSION_COMMANDS

@@ -7,7 +7,7 @@ with `lora_A.weight` [r, in] and `lora_B.weight` [out, r]. Ours are stacked over
     lora_down_A    [E, r, M]    lora_down_B    [E, D, r]
 
 Gate and up share one factor A here. Where a file gives them two, both are kept, one above the other, and the rank
-doubles; the update is the same to the last product, since everything added is zero.
+doubles; the update stays the same, since everything that is added is zero.
 """
 
 import json
@@ -28,7 +28,7 @@ _PREFIX = "base_model.model."
 
 
 def import_expert_loras(source: str | os.PathLike, destination: str | os.PathLike, base: str | os.PathLike) -> None:
-    """Rewrite an adapter on unfused experts as one that `PeftModel.from_pretrained` loads onto our model.
+    """Rewrite an adapter for unfused experts as one that `PeftModel.from_pretrained` loads onto our model.
 
     Import `kimi_k3.training.lora_targets` (or anything of `kimi_k3.training.lora`) before loading it.
 
@@ -38,8 +38,8 @@ def import_expert_loras(source: str | os.PathLike, destination: str | os.PathLik
         base: folder of the model that the adapter belongs to; only its configuration is read.
 
     Raises:
-        ConversionError: for an adapter without expert factors, with half a pair, of a wrong shape, of another kind
-            (DoRA), or whose matrices have different ranks or scales in one layer.
+        ConversionError: for an adapter without expert factors, with half a pair of factors, of a wrong shape, of
+            another kind (DoRA), or whose matrices have different ranks or scales in one layer.
     """
     source, destination = Path(source), Path(destination)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -54,7 +54,7 @@ def import_expert_loras(source: str | os.PathLike, destination: str | os.PathLik
     sizes = {"w1": (text_config.moe_intermediate_size, width), "w2": (width, text_config.moe_intermediate_size)}
     sizes["w3"] = sizes["w1"]
 
-    kept, layers = {}, {}
+    tensors, layers = {}, {}
     for name, tensor in load_file(source / "adapter_model.safetensors").items():
         if match := _EXPERT_FACTOR.match(name):
             prefix, expert, matrix, factor = match.groups()
@@ -64,7 +64,7 @@ def import_expert_loras(source: str | os.PathLike, destination: str | os.PathLik
         elif _OF_AN_EXPERT.search(name):
             raise ConversionError(f"{name} is not lora_A.weight or lora_B.weight of w1, w2 or w3: only those are read")
         else:
-            kept[name] = tensor
+            tensors[name] = tensor
     if not layers:
         raise ConversionError(f"{source} adapts no routed expert: it needs no rewriting")
 
@@ -72,20 +72,20 @@ def import_expert_loras(source: str | os.PathLike, destination: str | os.PathLik
     for prefix, factors in layers.items():
         rank, alpha = _settings(prefix, factors, config, sizes)
         fused, widened = _fuse(factors, experts, rank, sizes)
-        kept.update({f"{prefix}.{name}": tensor for name, tensor in fused.items()})
-        if widened:  # the scale, alpha / r or alpha / sqrt(r), stays
+        tensors.update({f"{prefix}.{name}": tensor for name, tensor in fused.items()})
+        if widened:  # so that the scale, alpha / r or alpha / sqrt(r), stays
             rank, alpha = 2 * rank, alpha * (2**0.5 if config.get("use_rslora") else 2)
         module = prefix.removeprefix(_PREFIX)
         # first, and also where they equal the common values: the file's own patterns may name this layer
         patterns["rank_pattern"] = {module: rank, **patterns["rank_pattern"]}
         patterns["alpha_pattern"] = {module: alpha, **patterns["alpha_pattern"]}
     config |= patterns
-    modules = {name.removeprefix(_PREFIX).partition(".lora_")[0] for name in kept}
+    modules = {name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensors}
     parameters = {target.rpartition(".")[0] for target in config.get("target_parameters") or ()}
     config["target_modules"] = sorted(modules - parameters)
 
     destination.mkdir(parents=True, exist_ok=True)
-    save_file(kept, destination / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, destination / "adapter_model.safetensors", metadata={"format": "pt"})
     (destination / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -95,7 +95,7 @@ def _without_experts(pattern: dict | None) -> dict:
 
 def _settings(prefix, factors, config, sizes) -> tuple[int, float]:
     """Rank and alpha that all adapted matrices of a layer have."""
-    found = set()
+    pairs = set()
     for expert, matrix, factor in sorted(factors):
         name = f"{prefix}.{expert}.{matrix}"
         if (expert, matrix, "B" if factor == "A" else "A") not in factors:
@@ -111,17 +111,17 @@ def _settings(prefix, factors, config, sizes) -> tuple[int, float]:
             )
         alphas = config.get("alpha_pattern") or {}
         alpha = alphas.get(get_pattern_key(alphas, name.removeprefix(_PREFIX)), config["lora_alpha"])
-        found.add((a.shape[0], alpha))
-    if len(found) > 1:
+        pairs.add((a.shape[0], alpha))
+    if len(pairs) > 1:
         raise ConversionError(
-            f"the matrices of {prefix} have different ranks or scales (r, alpha): {sorted(found)}; here one adapter of "
+            f"the matrices of {prefix} have different ranks or scales (r, alpha): {sorted(pairs)}; here one adapter of "
             "a layer has one of each"
         )
-    return found.pop()
+    return pairs.pop()
 
 
 def _fuse(factors, experts, rank, sizes) -> tuple[dict[str, torch.Tensor], bool]:
-    """The four stacked tensors of a layer, and whether the rank had to be doubled. What is not adapted is zero."""
+    """The four stacked tensors of a layer, and whether the rank was doubled. Experts without an adapter get zeros."""
 
     def factor(expert, matrix, kind):
         if (tensor := factors.get((expert, matrix, kind))) is not None:

@@ -31,7 +31,7 @@ def byte_size(text: str) -> int:
 
 @contextlib.contextmanager
 def _explained(place: Path, way_on: str = ""):
-    """What cannot be converted; what the system refuses, and Ctrl-C, in one sentence, which `way_on` follows."""
+    """Turns a ConversionError, an error of the system or Ctrl-C into one sentence, followed by `way_on`."""
     try:
         yield
     except ConversionError as error:

@@ -104,10 +104,10 @@ def take_inventory(folder: Path) -> Inventory:
     config = read_config(folder)
     text = config.get_text_config(decoder=True)
     expected = {plain_name(name): entry for name, entry in expected_tensors(config).items()}
-    # read once: a configuration looks every attribute up in several tables, and there are half a million tensors
+    # read once: a configuration looks up every attribute in several tables, and there are half a million tensors
     experts, layer_types = text.num_experts or 0, text.layer_types
     total_size, index_only, absent, misshapen, foreign = None, False, [], [], []
-    found: dict[str, tuple] = {}
+    entries: dict[str, tuple] = {}
     index = read_index(folder)
     if index is not None:
         total_size = _total_size(folder)
@@ -117,17 +117,17 @@ def take_inventory(folder: Path) -> Inventory:
     if index_only:
         for original in index:
             name = plain_name(original)
-            found[name] = (original, *expected.get(name, ("U8", ())))
+            entries[name] = (original, *expected.get(name, ("U8", ())))
     else:
         present = {name: file for name, file in index.items() if file not in absent} if absent else index
         for stored in stored_tensors(folder, present):
             for name, part in plain_tensors(stored, experts):
-                if name in found:
-                    foreign.append(f"{stored.name} (there already as {found[name][0]})")
+                if name in entries:
+                    foreign.append(f"{stored.name} (there already as {entries[name][0]})")
                     continue
-                found[name] = (stored.name, part.dtype, part.shape)
+                entries[name] = (stored.name, part.dtype, part.shape)
     parts = defaultdict(Part)
-    for name, (original, dtype, shape) in found.items():
+    for name, (original, dtype, shape) in entries.items():
         if name not in expected:
             foreign.append(original)
             continue
@@ -144,8 +144,8 @@ def take_inventory(folder: Path) -> Inventory:
     return Inventory(
         summary=_summary(config, text),
         parts={name: parts[name] for name in PARTS if name in parts},
-        tensors=len(found),
-        missing=[name for name in expected if name not in found],
+        tensors=len(entries),
+        missing=[name for name in expected if name not in entries],
         foreign=foreign,
         misshapen=misshapen,
         absent=absent,
@@ -187,7 +187,7 @@ def _names_alone(folder: Path, index: dict[str, str]) -> Inventory:
 
 
 def _parameters(name, dtype, shape):
-    """Logical parameters: two to a packed byte, none in a scale."""
+    """Number of logical parameters: two in a packed byte, none in a scale."""
     if dtype == "U8":
         return 2 * math.prod(shape) if name.endswith("_packed") else 0
     return math.prod(shape)

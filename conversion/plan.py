@@ -1,7 +1,7 @@
 """What a conversion writes: the target's configuration, and its shards down to the byte.
 
-A plan is made from headers alone. It is the same for the same source and the same wishes, which is what lets a killed
-conversion continue.
+A plan is made from headers alone, and is the same for the same source and target: that lets a killed conversion
+continue.
 """
 
 import copy
@@ -69,15 +69,15 @@ MXFP4_SECTION = {
 
 @dataclass(frozen=True)
 class Target:
-    """What is wanted.
+    """The form to convert into.
 
     Args:
         layout: `released`, `flat` or `native` (docs/conversion.md).
-        expert_dtype: storage of the routed experts: `mxfp4`, `bf16`, `fp32`; None leaves it.
+        expert_dtype: storage of the routed experts: `mxfp4`, `bf16`, `fp32`; None leaves it as it is.
         text_only: leave vision tower and projector out.
         layers: keep the decoder layers [first, last], counted from 0; None keeps all.
-        experts: keep the first so many routed experts of a layer; None keeps all.
-        shard_size: largest shard in bytes; a tensor that is larger has a shard of its own.
+        experts: how many routed experts of a layer to keep, from the first on; None keeps all.
+        shard_size: largest shard in bytes; a larger tensor gets a shard of its own.
     """
 
     layout: str = "released"
@@ -160,7 +160,7 @@ def make_plan(source: Checkpoint, target: Target) -> Plan:
     """Everything that converting `source` into `target` will do.
 
     Raises:
-        ConversionError: for a wish that this model does not fit, with the reason.
+        ConversionError: for a target that this model does not fit, with the reason.
     """
     if target.layout not in LAYOUTS:
         raise ConversionError(f"layout {target.layout!r} is not one of {', '.join(LAYOUTS)}")
@@ -244,9 +244,9 @@ def _fewer_experts(source: KimiK3TextConfig, count: int) -> dict:
 
 
 def _native_misfits(config, text: KimiK3TextConfig, target: Target) -> list[str]:
-    """What of this model transformers' own class would ignore or refuse."""
+    """What transformers' own class would ignore or refuse of this model."""
     sparse = "sparse" in text.mlp_layer_types
-    found = {
+    misfits = {
         "a vision tower (--text-only leaves it out)": getattr(config, "vision_config", None) and not target.text_only,
         "Attention Residuals (attn_res_block_size)": text.attn_res_block_size,
         "latent experts (routed_expert_hidden_size)": sparse and text.routed_expert_hidden_size,
@@ -257,7 +257,7 @@ def _native_misfits(config, text: KimiK3TextConfig, target: Target) -> list[str]
         "packed experts (--expert-dtype bf16 decodes them)": text.expert_quantization is not None,
         "experts without shared ones (num_shared_experts)": sparse and not text.num_shared_experts,
     }
-    return [reason for reason, there in found.items() if there]
+    return [reason for reason, applies in misfits.items() if applies]
 
 
 def _wrapped(source, text: KimiK3TextConfig, target: Target):
@@ -317,7 +317,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.(w[123])\.weight(_packed|_scale)?$")
 def _chosen(source: Checkpoint, target: Target) -> dict[str, Stored]:
     """The source's tensors that go into the target, under the target's layer numbers."""
     first, last = target.layers or (0, source.text_config.num_hidden_layers - 1)
-    kept = target.experts
+    experts = target.experts
     chosen = {}
     for name, stored in source.tensors.items():
         if target.text_only or target.layout != "released":
@@ -328,11 +328,11 @@ def _chosen(source: Checkpoint, target: Target) -> dict[str, Stored]:
             if not first <= layer <= last:
                 continue
             name = f"layers.{layer - first}.{name[match.end() :]}"
-        if kept is not None:
-            if (match := _EXPERT.search(name)) and int(match[1]) >= kept:
+        if experts is not None:
+            if (match := _EXPERT.search(name)) and int(match[1]) >= experts:
                 continue
             if name.endswith((".gate.weight", ".gate.e_score_correction_bias")):
-                stored = stored.rows(0, kept)
+                stored = stored.rows(0, experts)
         chosen[name] = stored
     return chosen
 
@@ -413,7 +413,7 @@ _NATIVE_GATE = re.compile(r"\.self_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)")
 
 
 def _add_native(groups, name, stored):
-    """A tensor that is no routed expert, under the name of transformers' module."""
+    """A tensor other than a routed expert, under the name of transformers' module."""
     full_name = name if name.startswith("lm_head.") else f"model.{name}"
     full_name = full_name.replace(".block_sparse_moe.", ".mlp.")
     full_name = _NATIVE_GATE.sub(r".self_attn.forget_gate.\1", full_name)

@@ -37,15 +37,15 @@ def convert(
     Args:
         source: folder of the checkpoint.
         destination: folder to make; while it is made, everything is in `destination` + `.partial`.
-        target: what is wanted; the released layout, otherwise as it is, by default.
+        target: the form to convert into; by default the released layout, with everything else as it is.
         workers: threads; None takes one a core, at most 8.
         overwrite: replace a `destination` that exists, at the very end.
         allow_pickle, drop_foreign: see `open_checkpoint`.
         progress: show a bar of the bytes written.
 
     Raises:
-        ConversionError: for a source, wish or place that does not work; then nothing has been changed. While shards are
-            written: for values that the target cannot hold; then only the `.partial` folder is there.
+        ConversionError: for a source, target or destination that does not work; then nothing has been changed. While
+            shards are written, for values that the target cannot hold; then only the `.partial` folder exists.
     """
     target = target or Target()
     source, destination = Path(source), Path(destination).resolve()
@@ -53,7 +53,7 @@ def convert(
     workers = min(8, os.cpu_count() or 1) if workers is None else workers
     if workers < 1:
         raise ConversionError(f"workers must be at least 1, not {workers}")
-    # killed between the last rename and the end: all that is left is to tidy up
+    # killed between the last rename and the end: only tidying up is left
     finished = destination.is_dir() and (work / "state.json").is_file() and not (work / "files").exists()
     _check_place(source, destination, work, overwrite or finished)
     checkpoint = open_checkpoint(source, allow_pickle, drop_foreign)
@@ -148,7 +148,7 @@ def _check_space(work, destination, plan, size):
     place = destination.parent
     while not place.exists():
         place = place.parent
-    # blocks and not sizes: the shard in work has its full size from the start
+    # blocks and not sizes: an unfinished shard has its full size from the start
     there = sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file()) if work.exists() else 0
     index = len(json.dumps(plan.index(), indent=2)) if len(plan.shards) > 1 else 0
     needed = size + index - there
@@ -175,7 +175,7 @@ def _only_one(work):
 
 @contextlib.contextmanager
 def _pool(workers: int):
-    """Threads that compute alone: torch's own threads inside each of them would only wait for one another."""
+    """Threads that each compute on one core: torch's own threads inside them would only wait for one another."""
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
@@ -206,7 +206,7 @@ def _write_shard(shard: Shard, files: Path, pool: ThreadPoolExecutor, bar) -> No
                 if (result := job.result()) is not None:
                     rounding[step.label] = result.report()
                 bar.update(step.nbytes)
-        finally:  # no thread may write to a descriptor that is closed
+        finally:  # no thread may write to a closed descriptor
             for job in jobs:
                 job.cancel()
             wait(jobs)
@@ -266,7 +266,7 @@ def _finish(checkpoint, plan, side_files, files):
 
 
 def _put_in_place(work, destination, overwrite):
-    """One rename makes the folder. The leavings of a kill between any two lines are dealt with by the next call."""
+    """One rename makes the folder. The next call deals with what a kill between any two lines leaves behind."""
     _check_replaceable(destination, overwrite)  # again: it may have been made in the meantime
     files = work / "files"
     _sync(files)
@@ -278,7 +278,7 @@ def _put_in_place(work, destination, overwrite):
 
 
 def _tidy(work):
-    """Remove the work folder; the state goes last, since it tells the next call that all is done."""
+    """Remove the work folder; the state goes last, since it tells the next call that everything is done."""
     if (work / "replaced").exists():
         shutil.rmtree(work / "replaced")
     for path in [*work.glob("*.rounding"), work / "lock", work / "state.json"]:
@@ -295,7 +295,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """A file's content, or a folder's list of names, on the disk before the next line."""
+    """Return only when a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,7 +7,7 @@ Four forms of one model come apart into the same tensors, by their headers alone
     native              transformers' `kimi_linear` in memory: fused experts and convolutions, `forget_gate`
     ours, in memory     experts.gate_up_proj [E, 2M, D] and experts.down_proj [E, D, M], packed or not
 
-All forms lay rows one after the other, so each plain tensor is one contiguous range of bytes.
+All forms store rows one after the other, so each plain tensor is one contiguous range of bytes.
 """
 
 import functools
@@ -35,7 +35,7 @@ from ..modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3ForConditionalGeneration
 
 
 class ConversionError(ValueError):
-    """A checkpoint or a wish that cannot be converted; the text names the tensor, file or option."""
+    """A checkpoint or a request that cannot be converted; the text names the tensor, file or option."""
 
 
 def without_collector(function):
@@ -80,7 +80,7 @@ class FileBytes:
 
     def read_into(self, view: memoryview, offset: int) -> None:
         if self._descriptor is None:
-            # two threads at once would leave one descriptor unused until the process ends: harmless
+            # of two threads at once, one leaves a descriptor unused until the process ends: harmless
             self._descriptor = os.open(self.path, os.O_RDONLY)
         while view:
             count = os.preadv(self._descriptor, [view], offset)
@@ -94,7 +94,7 @@ class FileBytes:
 
 
 class TensorBytes:
-    """Bytes of a tensor that `torch.load` mapped."""
+    """Bytes of a tensor that `torch.load` has mapped into memory."""
 
     def __init__(self, path: Path, tensor: torch.Tensor):
         self.path = path
@@ -226,7 +226,7 @@ def read_index(folder: Path) -> dict[str, str] | None:
         raise ConversionError(f"{folder / INDEX} has no weight_map of tensor names to file names")
     if outside := next((name for name in set(weight_map.values()) if Path(name).name != name), None):
         raise ConversionError(f"{INDEX} names {outside!r}, which is not a file of the folder")
-    # else an index could have a torch.save file unpickled that nobody asked for
+    # else an index could make us unpickle a torch.save file that nobody asked for
     if other := next((name for name in set(weight_map.values()) if not name.endswith(".safetensors")), None):
         raise ConversionError(f"{INDEX} names {other!r}, which is not a safetensors file")
     return weight_map
@@ -312,7 +312,7 @@ def read_pickle(path: Path) -> Iterator[Stored]:
     """Tensors of a `torch.save` file, mapped and not read; anything that is not a tensor is refused by torch."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # pickle errors, zip errors and old formats all have types of their own
+    except Exception as error:  # pickle errors, zip errors and old formats each have a type of their own
         reason = str(error).strip().partition("\n")[0]
         raise ConversionError(f"{path.name} cannot be read with weights_only=True: {reason}") from error
     names = {dtype: name for name, dtype in DTYPES.items()}
@@ -366,7 +366,7 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False, drop_
         drop_foreign: leave out tensors that the configuration has no place for, instead of refusing them.
 
     Raises:
-        ConversionError: names the tensor or file that is missing, cut off, foreign, there twice or of a wrong kind.
+        ConversionError: names the tensor or file that is missing, cut off, foreign, duplicated or of a wrong kind.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -386,9 +386,9 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False, drop_
             raise ConversionError(
                 f"{part.name} is stored as {part.dtype}: only floating-point weights and packed MXFP4 experts are read"
             )
-    found = {name: (part.name, part.dtype, part.shape) for name, part in tensors.items()}
+    described = {name: (part.name, part.dtype, part.shape) for name, part in tensors.items()}
     try:
-        check_tensors(found, expected, "packed" if text_config.expert_quantization else "float")
+        check_tensors(described, expected, "packed" if text_config.expert_quantization else "float")
     except ValueError as error:
         raise ConversionError(f"{folder}: {error}") from error
     if missing := [name for name in expected if name not in tensors]:

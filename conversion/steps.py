@@ -11,7 +11,7 @@ from ..kernels.mxfp4 import GROUP, dequantize_mxfp4, quantize_mxfp4
 from .plan import Shard, Step
 from .source import DTYPES, PIECE, ConversionError, pieces
 
-# Values that a computing step holds at once: the decoder needs about 40 bytes for each.
+# Values that a computing step has in memory at once: the decoder needs about 40 bytes for each.
 VALUES = 1 << 19
 
 # 4 * 2^(253 - 127) is the first value that float32 and bfloat16 cannot hold.
@@ -71,7 +71,7 @@ def carry_out(step: Step, shard: Shard, descriptor: int, begins: dict[str, int])
 
 
 def _narrows(step, dtype):
-    """Whether a cast may round: every other one is exact."""
+    """Whether a cast may round; all others are exact."""
     if step.kind != "cast":
         return False
     old, new = (torch.finfo(each) for each in (DTYPES[step.parts[0].dtype], dtype))

@@ -30,7 +30,7 @@ class Comparison:
     equal: how many tensors have the same bytes, or the same values in different formats.
     close: plain name -> largest absolute difference, of those within the tolerance.
     differences: sentences; empty if the models are the same.
-    logits: what the comparison of logits found, or why there was none.
+    logits: the result of comparing logits, or why they were not compared.
     """
 
     equal: int = 0
@@ -83,7 +83,7 @@ def verify(
 def _compare_configurations(a: Checkpoint, b: Checkpoint, text_only: bool, result: Comparison) -> None:
     sections = [(KimiK3TextConfig, a.text_config, b.text_config)]
     towers = [getattr(checkpoint.config, "vision_config", None) for checkpoint in (a, b)]
-    if not text_only and None not in towers:  # a tower that only one has shows in the tensors
+    if not text_only and None not in towers:  # a tower that only one of them has shows in the tensors
         sections.append((KimiK3VisionConfig, *towers))
     for section, *configs in sections:
         for name in sorted(set(section.__annotations__) - _NOT_COMPUTED):
@@ -121,7 +121,7 @@ def _read(parts, start, stop):
 
 
 def _error(one, other):
-    """Absolute differences; there is none between equal infinities, nor between two that are not numbers."""
+    """Absolute differences; zero between equal infinities, and between two values that are not numbers."""
     return torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs())
 
 

@@ -1,1 +1,1 @@
-"""What a model costs to serve, from its configuration: formulas, their tables, traffic, a node that is simulated."""
+"""What a model costs to serve, from its configuration: formulas, their tables, traffic, a simulated node."""

@@ -20,7 +20,7 @@ def simulate(
     **options,
 ) -> dict[str, list[Result]]:
     """One curve for every pair of host and SSD bytes in `tiers`, a point for every concurrency,
-    each measured for so many simulated minutes after half as many of warm-up."""
+    each measured for `minutes` simulated minutes, after half as many of warm-up."""
     curves: dict[str, list[Result]] = {name: [] for name in tiers}
     with tqdm(total=len(tiers) * len(concurrencies), desc="simulating", unit="run", leave=False) as bar:
         for name, (host, ssd) in tiers.items():

@@ -28,7 +28,7 @@ def causal_pairs(tokens: int, past: int) -> int:
 class KDA:
     """One KDA layer: `heads` matrices of D x D (`head_dim`), short convolutions of `width` taps (Kimi K3 report, p. 4).
 
-    `stored_bytes` is what an element of convolution weights and output norm takes, `dtype_bytes` one of all else.
+    `stored_bytes` are those of an element of convolution weights and output norm, `dtype_bytes` of all other elements.
     """
 
     hidden: int
@@ -76,7 +76,7 @@ class KDA:
         return tokens * (self.heads * head + convolution)
 
     def copies(self, gpus: int) -> int:
-        """Heads are split, and every state with them."""
+        """One: heads are split, and their states with them."""
         return 1
 
     def decode_bytes(self, context: int) -> int:
@@ -142,7 +142,7 @@ class MLA:
         return min(expanded, self.absorbed_flops(pairs, tokens)) if past else expanded
 
     def copies(self, gpus: int) -> int:
-        """All heads read the one latent, so heads that are split over GPUs leave a copy of it on each."""
+        """All heads read the one latent, so GPUs that split the heads each keep a copy of it."""
         return gpus
 
     def decode_bytes(self, context: int) -> int:
@@ -169,7 +169,7 @@ class GQA:
         return 2 * self.kv_heads * self.head_dim * self.dtype_bytes * kept
 
     def attention_flops(self, tokens: int, past: int) -> int:
-        """4 H D a pair: 2 H D for the scores and as many for the values."""
+        """4 H D a pair: 2 H D for the scores and the same for the values."""
         pairs, window = causal_pairs(tokens, past), self.window
         if window:  # token i of the context reads min(i, window) keys: the causal pairs less those beyond the window
             beyond = [max(n - window, 0) for n in (tokens + past, past)]
@@ -204,7 +204,7 @@ class Dense:
         return 3 * self.hidden * self.width
 
     def read_bytes(self, tokens: int) -> float:
-        """Weights that a forward of so many tokens reads."""
+        """Bytes of weights that a forward of `tokens` tokens reads."""
         return self.matrices * self.dtype_bytes
 
 
@@ -212,7 +212,7 @@ class Dense:
 class Experts:
     """Routed and shared experts. `latent` 0 means that routed experts work in the full width (Kimi K3 report, p. 7-8).
 
-    `expert_bytes` is what an element of a routed expert takes, `bias_bytes` one of the selection bias.
+    `expert_bytes` are those of an element of a routed expert, `bias_bytes` of one of the selection bias.
     """
 
     hidden: int
@@ -258,7 +258,7 @@ class Experts:
         return active - self.experts - (self.latent if self.latent_norm else 0)
 
     def read_bytes(self, tokens: int) -> float:
-        """Weights that a forward of so many tokens reads: all but the experts that none of them hits."""
+        """Bytes of weights that a forward of `tokens` tokens reads: all but the experts that none of them hits."""
         size = sum(part for _, _, part in self.parts.values())
         missed = self.experts - distinct_experts(self.experts, self.chosen, tokens)
         return size - missed * self.one_expert * self.expert_bytes
@@ -294,7 +294,7 @@ class Counted:
 
 
 def distinct_experts(experts: int, chosen: int, tokens: int) -> float:
-    """Experts that so many tokens are expected to hit when the router is balanced: E (1 - (1 - k / E)^T)."""
+    """Expected number of experts that `tokens` tokens hit when the router is balanced: E (1 - (1 - k / E)^T)."""
     return experts * (1 - (1 - chosen / experts) ** tokens)
 
 
@@ -362,7 +362,7 @@ class ModelCost:
         return sum(count * layer.cache_bytes(tokens) for layer, count in self.distinct_attention)
 
     def per_token_bytes(self) -> int:
-        """What one more token adds to the cache (without windows, whose part is constant once they are full)."""
+        """Bytes that one more token adds to the cache (not counting windows, which are constant once they are full)."""
         growing = [
             (layer, count)
             for layer, count in self.distinct_attention
@@ -385,7 +385,7 @@ class ModelCost:
         return 2 * tokens * self._matrices + head + attention
 
     def read_weight_bytes(self, tokens: int) -> float:
-        """Weights that a forward of so many tokens, in all rows together, reads; of the embedding only a few rows."""
+        """Bytes of weights that a forward of `tokens` tokens, all rows together, reads; a few rows of the embedding."""
         table = self.vocabulary * self.hidden + self.norms
         attention = sum(layer.weight_bytes for layer in self.weighed_attention)
         return table * self.dtype_bytes + attention + sum(layer.read_bytes(tokens) for layer in self.feed_forward)
@@ -459,7 +459,7 @@ GPUS = {
     "b200": GPU(192e9, 8e12, 2250e12, 900e9),
     "b300": GPU(288e9, 8e12, 2250e12, 900e9),
 }
-# Measured on one H200 (docs/serving.md): a copy reaches 4.22 of 4.8 TB/s, a large bfloat16 product 693 of 989 TFLOP/s.
+# Measured on one H200 (docs/costs.md): a copy reaches 4.22 of 4.8 TB/s, a large bfloat16 product 693 of 989 TFLOP/s.
 BANDWIDTH_REACHED, FLOPS_REACHED = 4.22 / 4.8, 693 / 989
 
 
@@ -468,7 +468,7 @@ class Node:
     """`gpus` equal GPUs that share every layer.
 
     `by_heads` is tensor parallelism: each GPU has its heads and what they read, so a latent lies on all of them
-    (`copies` of a layer). Otherwise each GPU holds the sequences, or the part of a sequence, that are its own.
+    (`copies` of a layer). Otherwise each GPU holds sequences, or a part of a sequence, of its own.
     """
 
     gpu: GPU
@@ -479,7 +479,7 @@ class Node:
         return layer.copies(self.gpus) if self.by_heads else 1
 
     def held_bytes(self, cost: ModelCost, tokens: int) -> int:
-        """What the cache of one sequence takes on all GPUs together."""
+        """Bytes of the cache of one sequence on all GPUs together."""
         return sum(count * self._copies(layer) * layer.cache_bytes(tokens) for layer, count in cost.distinct_attention)
 
     def cache_capacity(self, cost: ModelCost, session_tokens: int) -> int:

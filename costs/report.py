@@ -40,7 +40,7 @@ def read_cost(path: Path, dtype_bytes: int = 2) -> ModelCost:
     name = named.stem if named.suffix == ".json" else named.name
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # which one a wrong file raises differs between releases
+    except Exception as error:  # which of them a wrong file raises differs between releases
         raise ValueError(f"{path} cannot be read: {str(error).strip().partition(chr(10))[0]}") from error
     return cost_of(config, name, dtype_bytes)
 
@@ -189,7 +189,7 @@ def node_table(cost: ModelCost, node: Node, gpu: str, session: int) -> str:
 
 
 def report(costs: list[ModelCost], gpu: str, gpus: int, context: int) -> str:
-    """Everything `kimi-k3 cost` prints; the first model is the one that the others are compared with."""
+    """Everything that `kimi-k3 cost` prints; the others are compared with the first model."""
     node = Node(GPUS[gpu], gpus)
     compared = list(costs)
     if any(layer.kind == "KDA" for layer in costs[0].attention) and any(

@@ -2,7 +2,7 @@
 
 One engine runs steps, each a chunk of one prompt and one token of every session that is answering (continuous batching
 with chunked prefill). A session keeps its cache between turns where there is room: GPU memory, then host memory, then
-SSD, the least recently used one moving down first and out at the end. A turn that finds nothing starts from the shared
+SSD; the least recently used one moves down first, and out at the end. A turn that finds nothing starts from the shared
 prefix, whose cache always stays. Loading from below runs beside the engine, on a link of its own for each tier.
 
 Left out: communication between GPUs, launches, and states at other boundaries than a turn's end.
@@ -40,7 +40,7 @@ class Store:
 
 @dataclass
 class Turn:
-    """One request under way."""
+    """A request under way."""
 
     owner: object
     input: int
@@ -57,7 +57,7 @@ class Turn:
 class Result:
     """What one run of the simulation measured after its warm-up.
 
-    `hit_rate` is restored input tokens over all input tokens; `moved` bytes written to and read from each lower tier.
+    `hit_rate` is restored input tokens over all input tokens; `moved` are bytes to and from each lower tier.
     """
 
     concurrency: int
@@ -91,7 +91,7 @@ class Simulation:
             raise ValueError(f"{cost.name} has sliding windows, whose cache the simulation does not follow")
         self.cost, self.node, self.sessions, self.concurrency = cost, node, sessions, concurrency
         self.write_through, self.random = write_through, random.Random(seed)
-        # asked for in every step
+        # computed once, as every step asks for it
         self.state_bytes = cost.state_bytes()
         self.token_bytes = node.held_bytes(cost, 2) - node.held_bytes(cost, 1)
         self.decode_flops = cost.flops(1, 1), cost.flops(1, 2) - cost.flops(1, 1)  # linear in the context
@@ -149,7 +149,7 @@ class Simulation:
     # --- room ----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start waiting turns in order, as long as the head of the queue finds room for its cache."""
+        """Start waiting turns in order, as long as the cache of the first one in the queue finds room."""
         while self.waiting:
             turn = self.waiting[0]
             need = self.node.held_bytes(self.cost, turn.input + turn.output)
@@ -180,7 +180,7 @@ class Simulation:
                 self.env.process(self._load(turn, store, store.sessions[turn.owner]))
 
     def _load(self, turn: Turn, store: Store, tokens: int):
-        """The copy that was there when the turn was admitted, even if it moves further down meanwhile."""
+        """Load the copy that was there when the turn was admitted, even if it moves farther down meanwhile."""
         size = self.cost.cache_bytes(tokens)
         store.read += size
         with self.links[store.name].request() as link:
@@ -195,7 +195,7 @@ class Simulation:
         self._nudge()
 
     def _move_down(self, owner, tokens: int, level: int = 0) -> None:
-        """Keep a session in the tier below; what it replaces moves on. Nothing is written where it already lies."""
+        """Keep a session in the tier below; sessions that it replaces move on. What lies there is not written again."""
         if level == len(self.stores):
             return
         store, size = self.stores[level], self.cost.cache_bytes(tokens)
@@ -211,7 +211,7 @@ class Simulation:
             self._move_down(other, others, level + 1)
         store.sessions[owner] = tokens
         store.used += size
-        # of latents only the new ones; the state is always new
+        # only the new latents; the state is always new
         store.written += size - max(old - self.state_bytes, 0) if before != tokens else 0
 
     # --- the engine ----------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Simulation:
         return self.node.seconds(flops, self.weight_bytes(batch + chunk) + latents + states)
 
     def run(self, warm_up: float, seconds: float) -> Result:
-        """Simulate `warm_up` + `seconds` and measure the latter."""
+        """Simulate `warm_up` and then `seconds`, which are measured."""
         for number in range(self.concurrency):
             self.env.process(self._user(number))
         self.env.process(self._engine())

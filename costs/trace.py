@@ -12,7 +12,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Medians that were published for coding agents: input and output tokens of a turn, turns of a session.
+# Medians published for coding agents: input and output tokens of a turn, turns of a session.
 INPUT, OUTPUT, TURNS = 142_000, 444, 65
 SHARED = 8192
 LONGEST = 900_000  # a session ends before the context of the model is full

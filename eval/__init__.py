@@ -2,7 +2,7 @@
 
 import importlib
 
-# Imported when they are asked for: every command of `kimi-k3` imports this package, and few need what it holds.
+# Imported when they are asked for: every command of `kimi-k3` imports this package, and few need its contents.
 _MODULES = {
     "TASKS": "suite",
     "EndpointReader": "endpoint",

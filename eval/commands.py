@@ -87,7 +87,7 @@ def run_eval(args: argparse.Namespace) -> None:
 
 
 def eval_reader(args: argparse.Namespace, tokens, device: torch.device):
-    """The endpoint, or the model of the folder, whatever class it has."""
+    """A reader of the endpoint, or of the folder's model, whatever its class."""
     from . import EndpointReader, ModelReader
 
     if args.endpoint is not None:
@@ -104,7 +104,7 @@ def eval_reader(args: argparse.Namespace, tokens, device: torch.device):
 
 
 def configured_length(reader):
-    """The positions that a model's config names, as a mark for the pictures; None where it names none."""
+    """The number of positions in a model's config, as a mark for the pictures; None where it has none."""
     from .report import Mark
 
     model = getattr(reader, "model", None)

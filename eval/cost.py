@@ -22,8 +22,8 @@ from .report import BLUE, ORANGE, panels_of, pyplot_for_files
 from .run import Results, short_length, versions
 
 HYBRID, FULL = "hybrid", "full attention"
-# Seconds. A length may be the first to need some kernel, whose compilation is no part of a prefill; shorter prefills
-# run twice, and the second one counts.
+# Seconds. The first prefill of a length may compile a kernel, which must not be counted: shorter prefills run twice,
+# and the second one counts.
 COMPILING = 10.0
 
 
@@ -54,7 +54,7 @@ def random_model(config: KimiK3TextConfig, device: torch.device, dtype: torch.dt
 
 
 def measure(config: KimiK3TextConfig, plan: CostPlan, folder: Path, device: torch.device, dtype: torch.dtype) -> list:
-    """Measure what `cost.jsonl` in the folder lacks; all of its lines, a dict for each length and model.
+    """Measure what is missing in the folder's `cost.jsonl`; returns all of its lines, a dict for each length and model.
 
     Raises:
         EvalError: for a folder that cannot be written, or that holds another model, machine or plan.
@@ -83,7 +83,7 @@ def measure(config: KimiK3TextConfig, plan: CostPlan, folder: Path, device: torc
 
 @torch.no_grad()
 def _both(models, plan, length):
-    """The lines of a length: the prefills one after the other, then a step of each in turn, so that load hits both.
+    """The lines of one length: the prefills one after the other, then the steps in turn, so that load hits both models.
 
     On a GPU a step is one captured graph, as in `generate(cache_implementation="static")`.
     """
@@ -115,7 +115,7 @@ def _forward(model, ids, cache):
 
 
 def _static(model, cache, places):
-    """A static cache of so many places at the boundary of a filled one."""
+    """A static cache with room for `places` tokens, at the boundary of a filled one."""
     static = HybridCache(model.config, max_length=places)
     rows = cache.batch_size
     _forward(model, torch.zeros(rows, 1, dtype=torch.long, device=model.device), static)  # makes the buffers

@@ -1,4 +1,4 @@
-"""A completion server that speaks OpenAI's protocol, asked instead of a model in this process."""
+"""Asks a completion server that speaks OpenAI's protocol instead of a model in this process."""
 
 import hashlib
 import http.client
@@ -18,12 +18,12 @@ class EndpointReader:
 
     Args:
         url: up to and without "/completions".
-        model: the server's name of it.
-        tokens: the model's tokenizer, with which prompts are sized.
+        model: its name on the server.
+        tokens: the model's tokenizer, by which prompts are sized.
         timeout: seconds for one answer.
 
     Raises:
-        EvalError: if the server does not answer a first short request, or counts its tokens otherwise.
+        EvalError: if the server does not answer a first short request, or counts its tokens differently.
     """
 
     def __init__(self, url: str, model: str, tokens: Tokens, timeout: float = 600):
@@ -38,7 +38,7 @@ class EndpointReader:
             )
 
     def fingerprint(self) -> str:
-        """A digest of the address and the name: what stands behind them cannot be seen from here."""
+        """A digest of the address and the name: the model behind them cannot be seen from here."""
         return hashlib.sha256(f"{self.url} {self.model}".encode()).hexdigest()
 
     def units_at_once(self, length: int, questions: int) -> int:
@@ -71,8 +71,8 @@ class EndpointReader:
             with urllib.request.urlopen(request, timeout=self.timeout) as reply:
                 answer = json.loads(self._body(reply))
         except urllib.error.HTTPError as error:
-            said = " ".join(error.read(1000).decode(errors="replace").split())  # a sentence has one line
-            raise EvalError(f"the endpoint {self.url} answered {error.code} {error.reason}: {said[:300]}") from error
+            message = " ".join(error.read(1000).decode(errors="replace").split())  # on one line
+            raise EvalError(f"the endpoint {self.url} answered {error.code} {error.reason}: {message[:300]}") from error
         except TimeoutError as error:
             raise EvalError(f"the endpoint {self.url} gave no answer within {self.timeout} seconds") from error
         except (OSError, http.client.HTTPException) as error:
@@ -91,7 +91,7 @@ class EndpointReader:
         return answer
 
     def _body(self, reply):
-        """All bytes of a reply; the timeout of a socket alone would begin anew with each of them."""
+        """All bytes of a reply, within the timeout: that of a socket alone would start again with each byte."""
         end, parts = time.monotonic() + self.timeout, []
         while part := reply.read1():
             parts.append(part)

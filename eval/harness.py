@@ -2,7 +2,7 @@
 
     python -m kimi_k3.eval.harness --model hf --model_args pretrained=checkpoints/small --tasks kimi_k3_fact ...
 
-A folder that carries our code (`save_pretrained` writes it) needs none of this: `lm_eval` reads it unchanged with
+A folder that carries our code (`save_pretrained` writes it) needs none of this: plain `lm_eval` reads it with
 `trust_remote_code=True`.
 """
 

@@ -19,7 +19,7 @@ class Haystack:
 
     Attributes:
         name: "repeat", "noise", or "text-" with a hash of the files.
-        separator: what a unit ends with, for the facts that are put in between.
+        separator: what a unit ends with, which facts that are put in between have to end with as well.
     """
 
     def __init__(self, name: str, separator: str, sentences: list[str] | None = None):
@@ -39,7 +39,7 @@ class Haystack:
 
 
 class Stream:
-    """The units of one text: asked for more, it goes on where it was, and the earlier ones stay what they were.
+    """The units of one text: asked for more, it continues where it was, and the earlier ones stay as they were.
 
     Text files start at a random sentence and begin again when they are used up.
     """
@@ -87,7 +87,7 @@ def open_haystack(names: list[str], tokens: Tokens) -> Haystack:
         if control := tokens.control_words(text):
             raise EvalError(f"the haystack {name} spells out the control token {control[0]}: take it out of the text")
         texts.append(text + " ")
-    sentences = [part for found in _SENTENCE.finditer("".join(texts)) for part in _pieces(found.group())]
+    sentences = [part for match in _SENTENCE.finditer("".join(texts)) for part in _pieces(match.group())]
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     return Haystack(f"text-{digest[:12]}", " ", sentences)
 

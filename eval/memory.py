@@ -1,4 +1,4 @@
-"""What a prefill holds on a GPU at most, beside the bytes of what it has to hold: weights, cache and one chunk."""
+"""Peak memory of a prefill on a GPU, compared with the bytes it cannot do without: weights, cache and one chunk."""
 
 import contextlib
 import gc
@@ -7,14 +7,15 @@ import torch
 
 
 class PeakMemory:
-    """Measures the forwards of one text; on a CPU nothing.
+    """Measures the forwards of one text; on a CPU it measures nothing.
 
     Args:
         model: whose weights and device count.
 
     Attributes:
-        peak: bytes allocated at most during the forwards so far, without what was there before that is not the model.
-        chunk: what the first forward, which reads no context, held at most beside what it left there (the cache).
+        peak: the most bytes allocated during the forwards so far, without those that were allocated before and are not
+            the model's.
+        chunk: the most bytes that the first forward, which reads no context, needed beside those it left (the cache).
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -23,7 +24,7 @@ class PeakMemory:
         self.weights = sum(tensors.values())
         self.peak = self.chunk = self._foreign = 0
         self._first = True
-        if self.on:  # the workspace of products is made once and is nobody's
+        if self.on:  # the workspace of products is made once and belongs to no text
             ones = torch.ones(16, 16, device=self.device, dtype=model.dtype)
             torch.nn.functional.linear(ones, ones)
 

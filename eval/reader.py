@@ -1,7 +1,7 @@
 """What reads the prompts of a unit and answers them: a model of transformers.
 
 All prompts of a batch have the same number of tokens, so that no row is ever padded. What the questions of one text
-share is read once; each question then goes on from a copy of the cache.
+share is read once; each question then continues from a copy of the cache.
 """
 
 import copy
@@ -20,7 +20,7 @@ PROBE = "The grass is green. The sky is blue. The sun is yellow. Here we go."
 
 
 def rows_at_once(batch: int | None, length: int) -> int:
-    """Rows of a forward: what was asked for, or as many as keep a batch within `TOKENS_AT_ONCE`."""
+    """Rows of a forward: those asked for, or as many as `TOKENS_AT_ONCE` allows."""
     return batch or max(TOKENS_AT_ONCE // length, 1)
 
 
@@ -34,7 +34,8 @@ class ModelReader:
         batch: rows of a forward; None chooses by length.
 
     Raises:
-        EvalError: for a model whose cache several tokens cannot go on from, such as Mamba's in transformers 5.24.
+        EvalError: for a model whose cache cannot be continued by several tokens at once, such as Mamba's in
+            transformers 5.24.
     """
 
     def __init__(self, model: torch.nn.Module, tokens: Tokens, chunk: int = 4096, batch: int | None = None):
@@ -86,7 +87,7 @@ class ModelReader:
         return digest.hexdigest()
 
     def units_at_once(self, length: int, questions: int) -> int:
-        """How many texts of `length` tokens with so many questions each go into one call of `answers`."""
+        """How many texts of `length` tokens, with `questions` questions each, go into one call of `answers`."""
         return max(rows_at_once(self.batch, length) // questions, 1)
 
     @torch.no_grad()
@@ -95,7 +96,7 @@ class ModelReader:
 
         Args:
             task: of all units.
-            units: prompts of one length, and as many for each unit.
+            units: prompts of one length, the same number for each unit.
 
         Raises:
             EvalError: for tokens or a length that the model cannot read.
@@ -127,15 +128,15 @@ class ModelReader:
         for first in range(0, questions, together):
             group = ids[:, first : first + together]
             last = first + together >= questions
-            held = cache if last else _copy(cache)
+            branch = cache if last else _copy(cache)
             if group.shape[1] > 1:
-                held.batch_repeat_interleave(group.shape[1])
+                branch.batch_repeat_interleave(group.shape[1])
             prompts = [prompt for unit in units for prompt in unit[first : first + together]]
-            held, logits = self._read(group[:, :, shared:].flatten(0, 1), held, columns)
-            texts = self._decode(prompts, task, held, logits)
+            branch, logits = self._read(group[:, :, shared:].flatten(0, 1), branch, columns)
+            texts = self._decode(prompts, task, branch, logits)
             for row, unit in enumerate(answered):
                 unit += texts[row * group.shape[1] : (row + 1) * group.shape[1]]
-            del held
+            del branch
         return answered
 
     def _forward(self, ids, cache):
@@ -167,8 +168,8 @@ class ModelReader:
                 if token not in self.ends:
                     written[row].append(token)
                     texts[row] = self.tokens.text(written[row])
-                found = task.finished(texts[row], prompts[row].question.answers)
-                if token in self.ends or found or len(written[row]) == rooms[row]:
+                finished = task.finished(texts[row], prompts[row].question.answers)
+                if token in self.ends or finished or len(written[row]) == rooms[row]:
                     running.remove(row)
             if running:
                 cache, logits = self._forward(chosen[:, None], cache)
@@ -176,7 +177,7 @@ class ModelReader:
 
 
 def _shared(rows: torch.Tensor) -> int:
-    """How many first tokens the rows [questions, T] have in common; at least the last one is left to each."""
+    """How many first tokens the rows [questions, T] have in common; each row keeps at least its last token."""
     same = (rows == rows[:1]).all(0)
     return min(int(same.long().cumprod(0).sum()), rows.shape[1] - 1)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from .run import by_cell, short_length, summary
 from .suite import TASKS
 
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#666666"  # told apart by colour-blind readers, and as greys in print
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#666666"  # distinct to colour-blind readers and in grey
 COLUMNS = 3
 DEPTH_BINS = 5
 
@@ -62,7 +62,7 @@ def draw_by_length(cells: list[dict], mark: Mark | None, picture: Path) -> None:
         if points[0]["chance"] > 0.005:
             axes.axhline(100 * points[0]["chance"], color=GREY, linestyle=":", label="chance")
         if mark:
-            label = str(mark) if axes is panels[0] else None  # said once
+            label = str(mark) if axes is panels[0] else None  # in one legend
             axes.axvline(mark.length, color=ORANGE, linestyle="--", linewidth=1.2, label=label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [short_length(length) for length in lengths])
@@ -89,9 +89,9 @@ def draw_by_depth(lines: list[dict], mark: Mark | None, picture: Path) -> bool:
     pyplot = pyplot_for_files()
     figure, panels = panels_of(pyplot, len(tasks), 2.7)
     image, note = None, ""
-    for axes, ((task,), found) in zip(panels, tasks.items(), strict=True):
-        lengths = sorted({line["length"] for line in found})
-        image = _heat_map(axes, found, lengths)
+    for axes, ((task,), answers) in zip(panels, tasks.items(), strict=True):
+        lengths = sorted({line["length"] for line in answers})
+        image = _heat_map(axes, answers, lengths)
         if mark and lengths[0] <= mark.length < lengths[-1]:
             edge = sum(length <= mark.length for length in lengths) - 0.5
             axes.axvline(edge, color="white", linewidth=3)
@@ -161,7 +161,7 @@ def _row(cell):
 
 
 def write_report(lines: list[dict], folder: Path, title: str, mark: Mark | None) -> Path:
-    """Write `summary.json`, `by_length.png`, `by_depth.png` and the page with all of it, whose path is returned."""
+    """Write `summary.json`, `by_length.png`, `by_depth.png` and the page with all of them; returns the page's path."""
     cells = summary(lines)
     (folder / "summary.json").write_text(json.dumps(cells, indent=1) + "\n")
     pictures = [("Score by length", folder / "by_length.png"), ("Recall by depth and length", folder / "by_depth.png")]

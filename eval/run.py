@@ -1,6 +1,6 @@
 """An evaluation: the plan, the file of results that a killed run continues, and what is written at the end.
 
-Each line of `results.jsonl` is one question with all that tells whether it belongs to this run: the model's
+Each line of `results.jsonl` is one question, with everything that decides whether it belongs to this run: the model's
 fingerprint, the prompt's hash, seed and versions. Nothing in it depends on time, batches or the machine's load, so that
 a continued file is byte for byte the uninterrupted one.
 """
@@ -24,8 +24,8 @@ from .sizing import EvalError, Tokens
 from .suite import TASKS, Unit
 
 RESULTS = "results.jsonl"
-SUITE = 1  # raised when a seed gives other prompts than before
-_THREADS = min(4, os.cpu_count() or 1)  # that make prompts; a tokenizer lets them run at the same time
+SUITE = 1  # raised when the prompts of a seed change
+_THREADS = min(4, os.cpu_count() or 1)  # which make prompts; a tokenizer lets them run at the same time
 _AMPLE = (4, 1024)  # a length of 4 times what one text needs and 1,024 more is enough for all texts of its task
 _UNIT = ("task", "length", "at_depth", "sample")  # the fields of a line that name its text
 
@@ -37,8 +37,8 @@ class Plan:
     Attributes:
         tasks: names in `TASKS`.
         lengths: tokens of a prompt.
-        depths: how many places from the start to the end a fact is hidden at, for tasks with one fact.
-        samples: texts of each task, length and depth; tasks without a grid of depths get as many in all.
+        depths: number of places, from the start to the end, where tasks with one fact hide it.
+        samples: texts of each task, length and depth; tasks without depths get as many texts as those with.
         seed: decides all of the texts.
     """
 
@@ -77,7 +77,7 @@ class Plan:
         """Refuse what a task cannot do, before a model is loaded.
 
         Raises:
-            EvalError: for a length that some text of a task does not fit into.
+            EvalError: for a length into which some text of a task does not fit.
         """
         tried, ample = set(), set()
         for unit in self.units():
@@ -86,7 +86,7 @@ class Plan:
             needed = unit.needs(self.seed, haystack, tokens)
             if needed > unit.length:
                 raise unit.refusal(needed)
-            # Texts differ in what they need, by a few sentences at most: near the limit each of them is looked at.
+            # The needs of texts differ by a few sentences at most: near the limit each text is looked at.
             if unit.length >= _AMPLE[0] * needed + _AMPLE[1]:
                 ample.add((unit.task, unit.length))
             if unit.task not in tried:
@@ -99,7 +99,7 @@ class Results:
 
     Args:
         file: of JSON lines; it and its folder are made if they are not there.
-        identity: {name: value} of what all lines must share.
+        identity: {name: value} that all lines must share.
         key: the fields that tell one line from the others.
 
     Raises:
@@ -178,7 +178,7 @@ def write_memory(folder: Path, memory: dict[int, dict]) -> dict[str, dict]:
 
 
 def versions() -> str:
-    """What a result depends on beside the model, as one line."""
+    """Everything except the model that a result depends on, as one line."""
     return (
         f"kimi-k3 {__version__}, suite {SUITE}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, python {platform.python_version()}"
@@ -197,14 +197,14 @@ def identity_of(reader, tokens: Tokens, haystack: Haystack, seed: int) -> dict:
 
 
 def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Path) -> list[dict]:
-    """Ask what is missing in the folder, and return the lines of this plan in its order.
+    """Ask the questions that the folder has no answer to, and return the lines of this plan in its order.
 
     Args:
         reader: a `ModelReader`, `EndpointReader`, or anything with their three methods.
 
     Raises:
         EvalError: before anything is asked, for a folder that cannot be used; later, if the reader fails or a task
-            cannot do a length (`Plan.check` tells before). What was answered until then is in the folder.
+            cannot do a length (`Plan.check` tells this in advance). The answers until then are in the folder.
     """
     identity = identity_of(reader, tokens, haystack, plan.seed)
     results = Results(folder / RESULTS, identity, (*_UNIT, "question"))
@@ -220,13 +220,13 @@ def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Pat
                 for (unit, asked), texts in zip(batch, answers, strict=True):
                     results.append([_line(unit, *pair, text) for pair, text in zip(asked, texts, strict=True)])
             bar.update(sum(unit.length for unit in units[:at]) - bar.n)
-    wanted = {_key(unit): place for place, unit in enumerate(units)}
-    lines = [line for line in results.lines if results.key(line)[:-1] in wanted]
-    return sorted(lines, key=lambda line: (wanted[results.key(line)[:-1]], line["question"]))
+    places = {_key(unit): place for place, unit in enumerate(units)}
+    lines = [line for line in results.lines if results.key(line)[:-1] in places]
+    return sorted(lines, key=lambda line: (places[results.key(line)[:-1]], line["question"]))
 
 
 class _PromptsAhead:
-    """The prompts of each unit, made by threads while the model reads earlier ones: at 1M tokens one takes seconds."""
+    """The prompts of each unit, made by threads while the model reads earlier ones: one of 1M tokens takes seconds."""
 
     def __init__(self, units, seed, haystack, tokens, results):
         self._units, self._arguments, self._results = units, (seed, haystack, tokens), results

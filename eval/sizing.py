@@ -1,21 +1,21 @@
-"""Prompts of exactly so many tokens, for any tokenizer.
+"""Prompts of an exact number of tokens, for any tokenizer.
 
-A prompt is text whose ids are what the tokenizer makes of the whole of it: nothing is glued together from ids, so that
-a server or another program that gets the text reads the same tokens. The text grows by whole units (sentences, lines)
-until no further one fits; the last tokens are filled with the beginning of a further piece of filler.
+A prompt is text, and its ids are what the tokenizer makes of the whole text: none is put together from ids, so a server
+or another program that gets the text reads the same tokens. The text grows by whole units (sentences, lines) until no
+further one fits; the last tokens are filled with the beginning of one more piece of filler.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_CONTEXT = 256  # characters before the filling that are tokenized with it: what lies farther back does not change
+_CONTEXT = 256  # characters before the filling that are tokenized with it: it does not change the tokens farther back
 _TRIALS = 8
 _WINDOW = 32  # characters around the estimated end of the filling that are tried
-# Tokens left to the filling: one, since the longest tail alone is not always the longest behind the body, and more
-# where a tokenizer cannot add so few.
+# Tokens left to the filling: one, since the tail that is longest by itself need not be the longest behind the body, and
+# more where a tokenizer cannot add as few as that.
 _SPARE = (1, 8, 24, 64)
-_GAP = 96  # tokens that the filling may have to make up for
-_ENDINGS = ("", ".", " a", " I", "...", " .", "!", " -", "?!")  # where no cut of the filler alone has the exact count
+_GAP = 96  # most tokens that the filling may have to make up for
+_ENDINGS = ("", ".", " a", " I", "...", " .", "!", " -", "?!")  # where no cut of the filler alone fits exactly
 
 
 class EvalError(ValueError):
@@ -31,7 +31,7 @@ class TooShort(EvalError):
 
 
 class Tokens:
-    """A tokenizer as prompts need it: text to ids, with what the tokenizer puts in front and nothing behind.
+    """A tokenizer as prompts need it: text to ids, with the tokens that it puts in front and none behind.
 
     Args:
         tokenizer: of transformers, slow or fast.
@@ -74,7 +74,7 @@ class Question:
     Attributes:
         tail: the end of the prompt.
         answers: what an answer has to name.
-        depth: where in the text it is told, 0 first and 1 last; None where it is told all over it.
+        depth: where in the text the answer is told, 0 first and 1 last; None if it is spread over the text.
     """
 
     tail: str
@@ -89,7 +89,7 @@ class Draft:
     Attributes:
         head: the beginning, the same at any size.
         build: number of units, at least `fewest` -> (body, questions); the number of questions does not depend on it.
-        filling: number of characters -> at least so many of text that goes on after the body.
+        filling: number of characters -> text of at least that length, to follow the body.
         once: what must stand in the body exactly once: the facts that are asked for.
     """
 
@@ -114,7 +114,7 @@ def fit(draft: Draft, length: int, tokens: Tokens) -> list[Prompt]:
 
     Raises:
         TooShort: if the draft's shortest form has more.
-        EvalError: if the tokenizer makes no text of exactly so many tokens.
+        EvalError: if no text has exactly that number of tokens with this tokenizer.
     """
     for spare in _SPARE:
         body, questions, measured, count = _grow(draft, length, spare, tokens)
@@ -133,7 +133,7 @@ def fewest_tokens(draft: Draft, tokens: Tokens) -> int:
 
 
 def _measure(draft, units, tokens):
-    """(tokens with the longest tail, what `_grow` returns) of a body of so many units."""
+    """(tokens with the longest tail, what `_grow` returns) of a body of `units` units."""
     body, questions = draft.build(units)
     longest = max((question.tail for question in questions), key=tokens.count)
     count = tokens.count(draft.head + body + longest)
@@ -170,31 +170,31 @@ def _fill(draft, front, beyond, question, length, tokens):
     """
     behind, tail = front[-_CONTEXT:], question.tail
     without = tokens.count(behind + tail)
-    wanted = length - beyond - without
-    source = draft.filling(16 * max(wanted, 0) + 2 * _CONTEXT)
+    missing = length - beyond - without
+    source = draft.filling(16 * max(missing, 0) + 2 * _CONTEXT)
     for _ in range(_TRIALS):
-        if wanted < 0:
+        if missing < 0:
             break
-        filling = _filling_of(source, wanted, lambda part: tokens.count(behind + part + tail) - without)
+        filling = _filling_of(source, missing, lambda part: tokens.count(behind + part + tail) - without)
         if filling is None:
             break
         text = front + filling + tail
         ids = tokens.ids(text)
         if len(ids) == length:
             return Prompt(text, ids, question)
-        wanted += length - len(ids)
+        missing += length - len(ids)
     return None
 
 
-def _filling_of(source, wanted, added):
-    """A beginning of `source`, perhaps with a short ending, that adds `wanted` tokens; whole words if that is possible.
+def _filling_of(source, count, added):
+    """A beginning of `source`, perhaps with a short ending, that adds `count` tokens; whole words if that is possible.
 
-    `added` is all but monotonous in the number of characters: the place is found by bisection and then looked around.
+    `added` is almost monotonic in the number of characters: bisection finds the place, around which cuts are tried.
     """
     low, high = 0, len(source)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if added(source[:middle]) >= wanted else (middle + 1, high)
+        low, high = (low, middle) if added(source[:middle]) >= count else (middle + 1, high)
     around = sorted(range(max(low - _WINDOW, 0), min(low + _WINDOW, len(source)) + 1), key=lambda end: abs(end - low))
     whole = [
         end for end in around if source[end : end + 1] in ("", " ", "\n") and source[:end] == source[:end].rstrip()
@@ -203,6 +203,6 @@ def _filling_of(source, wanted, added):
     for ends, endings in ((whole, ("",)), (around, ("",)), (around, _ENDINGS[1:])):
         for end in ends:
             for ending in endings:
-                if added(source[:end] + ending) == wanted:
+                if added(source[:end] + ending) == count:
                     return source[:end] + ending
     return None

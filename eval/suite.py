@@ -1,7 +1,7 @@
 """The recall tasks: drafts of prompts, made from a seed for any tokenizer, and how their answers are scored.
 
 The tasks with a RULER name (Hsieh et al. 2024, arXiv 2404.06654) keep its wording, counts and score, so that results
-compare. docs/evaluation.md says where they differ.
+can be compared. docs/evaluation.md says where they differ.
 """
 
 import itertools
@@ -30,27 +30,27 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 NO_WORDS = [letter for letter in LETTERS if letter not in "AI"]  # letters that no sentence starts with alone
 SEQUENCE = 10  # letters of a palindrome task
 STACKS = 4
-PAIRS_ASKED = 8  # pairs of one list that are asked for
+PAIRS_ASKED = 8  # number of pairs of a list that are asked for
 _ATTEMPTS = 8  # at a text that holds its facts once
 
 # --- scoring ---------------------------------------------------------------------------------------------------------
 
 
 def contained(output: str, answers: tuple[str, ...]) -> float:
-    """The share of the answers that stand somewhere in the output, as RULER counts them."""
+    """The share of the answers that occur anywhere in the output, as RULER counts them."""
     return sum(answer.lower() in output.lower() for answer in answers) / len(answers)
 
 
 def whole_words(output: str, answers: tuple[str, ...]) -> float:
-    """The share of the answers that stand in the output as words of their own."""
-    said = set(re.findall(r"\w+", output.lower()))
-    return sum(answer.lower() in said for answer in answers) / len(answers)
+    """The share of the answers that occur in the output as whole words."""
+    words = set(re.findall(r"\w+", output.lower()))
+    return sum(answer.lower() in words for answer in answers) / len(answers)
 
 
 def in_order(output: str, answers: tuple[str, ...]) -> float:
-    """The share of the answers that the output's words name in their places."""
-    said = re.findall(r"\w+", output)
-    return sum(word == answer for word, answer in zip(said, answers, strict=False)) / len(answers)
+    """The share of the answers that are in their place among the output's words."""
+    words = re.findall(r"\w+", output)
+    return sum(word == answer for word, answer in zip(words, answers, strict=False)) / len(answers)
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def in_order(output: str, answers: tuple[str, ...]) -> float:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a task is made for: one text of the plan."""
+    """What a task is asked to make: one text of the plan."""
 
     rng: random.Random
     haystack: Haystack
@@ -74,7 +74,7 @@ class Task:
         make: a draft for `Asked`.
         about: one line for the report.
         chance: expected score of an answer of the right kind by somebody who did not read the text.
-        room: tokens that an answer may have, at least; RULER's where it has the task.
+        room: the least number of tokens that an answer is allowed; RULER's where it has the task.
         score: (output, answers) -> 0 to 1.
         by_depth: whether texts are made for each depth of the grid.
         ruler: its name in RULER.
@@ -90,14 +90,14 @@ class Task:
     ruler: str | None = None
 
     def finished(self, output: str, answers: tuple[str, ...]) -> bool:
-        """Whether no further word can change the score: every answer was found, wherever in the output it may stand."""
+        """Whether no further word can change the score: every answer was found, wherever in the output."""
         return self.score is contained and contained(output, answers) == 1
 
 
 def _hidden(
     asked: Asked, head: str, facts: list[tuple[float, str]], questions: list[Question], values=(), units=None
 ) -> Draft:
-    """A draft of filler with facts (depth, text) put in between the units; they and `values` may stand in it once."""
+    """A draft of filler with facts (depth, text) between its units; they and `values` may occur in it only once."""
     lines = units or asked.haystack.stream(asked.rng).units
     # A second stream, so that the end of the text does not depend on how far the first one was read.
     filling = asked.haystack.stream(random.Random(asked.rng.random())).characters
@@ -138,7 +138,7 @@ def _needles(keys=1, values=1, together=False, key=_word, kind="number", needle_
         answers = {name: tuple(told[i * values : (i + 1) * values]) for i, name in enumerate(names)}
         if asked.depth is not None:
             depths = [asked.depth]
-        else:  # as RULER: different ones of 40 from the start to the end
+        else:  # as RULER: distinct ones of 40 depths from the start to the end
             depths = [step / 39 for step in rng.sample(range(40), keys * values)]
         pairs = [(name, number) for name in names for number in answers[name]]
         depth_of = dict(zip(pairs, depths, strict=True))
@@ -172,7 +172,7 @@ def _needles(keys=1, values=1, together=False, key=_word, kind="number", needle_
 
 
 def _needle_lines(rng, key, value, kind, keys, values):
-    """Filler of other needles, none of which has a key or a value that was there before."""
+    """Filler of other needles, each with a new key and a new value."""
     lines = []
 
     def fresh(draw, seen):
@@ -211,7 +211,7 @@ def _tracking(asked: Asked) -> Draft:
 
 
 def _common_words(asked: Asked) -> Draft:
-    """RULER's common words: ten words of a list stand in it 30 times, all others 3 times (6 and 1 below 4k)."""
+    """RULER's common words: ten words of a list occur 30 times in it, all others 3 times (6 and 1 below 4k)."""
     rng = asked.rng
     often, seldom = (30, 3) if asked.length >= 4096 else (6, 1)
     common = distinct(lambda: invented(rng), 10)
@@ -302,13 +302,13 @@ def _stack(asked: Asked) -> Draft:
     def step():
         place = len(lines)
         which = place if place < STACKS else rng.randrange(STACKS)
-        held = words[which]
-        if len(held) > 1 and rng.random() < 0.5:
-            held.pop()
+        stack = words[which]
+        if len(stack) > 1 and rng.random() < 0.5:
+            stack.pop()
             lines.append(f"pop from stack {which + 1}\n")
         else:
-            held.append((rng.choice(NOUNS), place))
-            lines.append(f"push {held[-1][0]} on stack {which + 1}\n")
+            stack.append((rng.choice(NOUNS), place))
+            lines.append(f"push {stack[-1][0]} on stack {which + 1}\n")
         tops.append([stack[-1] if stack else None for stack in words])
 
     def build(count):
@@ -413,7 +413,7 @@ class Unit:
         return TASKS[self.task].make(Asked(random.Random(name), haystack, self.length, self.depth))
 
     def needs(self, seed: int, haystack: Haystack, tokens: Tokens) -> int:
-        """The fewest tokens that this text could have."""
+        """The smallest number of tokens that this text can have."""
         return fewest_tokens(self._draft(seed, haystack), tokens)
 
     def questions(self, seed: int, haystack: Haystack) -> int:
@@ -446,5 +446,5 @@ class Unit:
 
 
 def answer_room(prompt: Prompt, task: Task, tokens: Tokens) -> int:
-    """New tokens that an answer may take: the task's room, or half as many again as the answer if that is more."""
+    """New tokens that an answer may have: the task's room, or one and a half times the right answer if that is more."""
     return max(task.room, tokens.count(" ".join(prompt.question.answers)) * 3 // 2 + 4)

@@ -1,7 +1,7 @@
 """Words that prompts are made of, and the wording of facts.
 
-Two lists for names and answers, invented words without end, and the sentences in which facts are told and asked for;
-the small checkpoint was trained on the same sentences about other things (`recipes/small/episodes.py`).
+Two lists for names and answers, any number of invented words, and the sentences in which facts are told and asked for.
+The small checkpoint was trained on the same sentences about other things (`recipes/small/episodes.py`).
 """
 
 import random
@@ -51,7 +51,7 @@ Adrian Bertram Cordelia Dominic Evelyn Fiona Godfrey Hester Imogen Lavinia Leopo
 Percival Rowena
 """.split()
 
-# attribute: how a fact of it is told; the suite takes the first way
+# attribute: the ways to tell a fact of it; the suite takes the first one
 STATEMENTS = {
     "secret number": [
         "The secret number of {name} is {value}.",
@@ -86,7 +86,7 @@ def invented(rng: random.Random) -> str:
 
 def distinct(draw, count: int) -> list:
     """`count` different results of `draw()`, in the order they came."""
-    found = {}
-    while len(found) < count:
-        found.setdefault(draw())
-    return list(found)
+    results = {}
+    while len(results) < count:
+        results.setdefault(draw())
+    return list(results)

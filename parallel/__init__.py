@@ -1,6 +1,6 @@
 """One model on several processes: rows cut by position, FSDP2 in units of one dtype, the bytes that modes send.
 
-What transformers' own parallel modes need of the model is in `distributed_kimi_k3.py`.
+What transformers' own parallel modes need from the model is in `distributed_kimi_k3.py`.
 """
 
 from .context import context_parallel, gather_cache, prefill, shard

@@ -1,6 +1,6 @@
 """Context parallelism: the tokens of a prompt or of a packed training row, cut over processes by position.
 
-Process r of W holds the r-th part of every row. What a layer needs of the other parts:
+Process r of W holds the r-th part of every row. What a layer needs from the other parts:
 
     short convolutions   the last W - 1 inputs of the part before                          one all-gather
     KDA                  (Phi, S^) of every part, then an exact fold (`kernels/kda_context`)  one all-gather
@@ -10,7 +10,7 @@ Process r of W holds the r-th part of every row. What a layer needs of the other
     everything else      nothing: norms, mixes over depth, router and experts see one token at a time
 
 Serves a prefill as well as training. Models loaded as remote code, whose classes are not this package's, work too.
-`docs/distributed.md` has the commands and the bytes.
+`docs/parallel.md` has the commands and the bytes.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
 @contextlib.contextmanager
 def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None):
-    """Inside, a forward takes this process's part of every row and computes what the whole rows would give there.
+    """Inside, a forward takes this process's part of every row and computes what whole rows would give for it.
 
     Backward may run inside or after it. Every gradient is that of this process's tokens: the sum over the group is that
     of the whole rows. `shard` cuts a batch, `gather_cache` makes a cache whole.
@@ -83,15 +83,15 @@ def shard(batch: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None
 
     Args:
         batch: `input_ids` [B, T]; also `labels` [B, T], and `position_ids` [B, T] or `cu_seq_lens_q` for packed
-            documents, which become `position_ids`. The first parts get a token more where T does not divide.
-        group: as `context_parallel` takes it.
+            documents, which become `position_ids`. Where W does not divide T, the first parts get a token more.
+        group: as for `context_parallel`.
 
     Returns:
         the part [B, t] of each. With labels also `shift_labels`, shifted across the cuts, and `num_items_in_batch`, the
         number of labels in the whole batch: the losses of all processes sum up to that of the batch.
 
     Raises:
-        ValueError: on every process, for what cannot be cut on one of them, and for batches that are not the same.
+        ValueError: on every process, for what cannot be cut on one of them, and for batches that differ.
     """
     _check_group(group)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -148,7 +148,7 @@ def _digests(whole):
 def gather_cache(cache, group: dist.ProcessGroup | None = None):
     """Make the caches of a prefill inside `context_parallel` whole, in place and on every process of the group.
 
-    A cache then holds the last process's KDA states and the latents of all tokens, and goes on like one that a single
+    A cache then holds the last process's KDA states and the latents of all tokens, and continues like one that a single
     process filled: `model.generate(ids, attention_mask=..., past_key_values=cache)`.
 
     Call it once: a whole cache cannot be told from a part.
@@ -175,13 +175,13 @@ def gather_cache(cache, group: dist.ProcessGroup | None = None):
 
 @torch.no_grad()
 def prefill(model: nn.Module, input_ids: torch.Tensor, group: dist.ProcessGroup | None = None):
-    """The cache of a prompt but for its last token, computed by all processes of the group.
+    """The cache of a prompt without its last token, computed by all processes of the group.
 
     Args:
         input_ids: [B, T], the same on every process.
 
     Returns:
-        the whole `HybridCache` of T - 1 tokens, on every process. `generate` goes on from the last token:
+        the whole `HybridCache` of T - 1 tokens, on every process. `generate` continues with the last token:
         `model.generate(input_ids, attention_mask=torch.ones_like(input_ids), past_key_values=cache)`.
     """
     with context_parallel(model, group):
@@ -190,7 +190,7 @@ def prefill(model: nn.Module, input_ids: torch.Tensor, group: dist.ProcessGroup 
 
 
 def bytes_sent(config, parts: list[int], rank: int, rows: int, dtype_bytes: int) -> tuple[float, float]:
-    """What process `rank` sends in (a forward, a backward), collectives taken as rings.
+    """Bytes that process `rank` sends in (a forward, a backward), collectives taken as rings.
 
     Args:
         config: of the text model.
@@ -214,7 +214,7 @@ def bytes_sent(config, parts: list[int], rank: int, rows: int, dtype_bytes: int)
 
 
 def _facts(config, group) -> dict:
-    """What all processes have to agree on before the first collective of a forward."""
+    """What all processes must agree on before the first collective of a forward."""
     text = config.get_text_config(decoder=True)
     world, heads = dist.get_world_size(group), text.num_attention_heads
     refusal = None
@@ -225,7 +225,7 @@ def _facts(config, group) -> dict:
 
 
 def _facts_or_refusal(facts) -> dict:
-    """What `facts()` returns or refuses, for `_agree`: whatever fails, the others must not wait for this process."""
+    """The result or refusal of `facts()`, for `_agree`: if it fails, the others must not wait for this process."""
     try:
         return {"refusal": None, **facts()}
     except Exception as error:
@@ -233,7 +233,7 @@ def _facts_or_refusal(facts) -> dict:
 
 
 def _agree(facts: dict, group) -> list[dict]:
-    """Everybody's facts, in the order of the group; raises on every process when one refuses or they differ."""
+    """The facts of all processes, in order; raises on every process when one of them refuses or they differ."""
     everybody = [None] * dist.get_world_size(group)
     dist.all_gather_object(everybody, facts, group=group)
     for rank, other in enumerate(everybody):
@@ -304,7 +304,7 @@ class ContextPlan:
         self.parts = [facts["tokens"] for facts in everybody]
         self.rows, self.device, self._masks = everybody[0]["the rows of the batch"], device, {}
         offsets = [sum(self.parts[:rank]) for rank in range(self.world)]
-        # for every process and row: whether a document goes on at its first column
+        # for every process and row: whether a document continues at its first column
         goes_on = [
             [rank > 0 and (first is None or first == before + 1)
              for first, before in zip(facts["first"], everybody[rank - 1]["last"], strict=True)]
@@ -326,7 +326,7 @@ class ContextPlan:
             for start, end in zip([0, *starts], [*starts, length], strict=True)
         ]  # fmt: skip
         self._goes_on = torch.tensor(goes_on[self.rank], device=device)
-        # for every row: how many of the last tokens of the part before are of the document that goes on here
+        # for every row: how many of the last tokens of the part before belong to the document that continues here
         before = everybody[self.rank - 1]
         behind = [
             (before["tokens"] - max(starts, default=0)) * on
@@ -403,7 +403,7 @@ class ContextPlan:
         def kv_b(latent):
             if type(module.kv_b_proj) is nn.Linear and not module.kv_b_proj.weight.is_meta:
                 return F.linear(latent, module.kv_b_proj.weight[first * size : (first + share) * size])
-            # An adapter in its place acts, and an offloaded weight is there, only when it is called.
+            # An adapter in its place acts, and an offloaded weight is loaded, only when it is called.
             return module.kv_b_proj(latent)[..., first * size : (first + share) * size]
 
         mask = self._mask(module.config, query)
@@ -510,7 +510,7 @@ def _by_tokens(x, plan):
 
 
 def _all_to_all(pieces, shapes, group):
-    """Send piece r to process r; what comes from process r has shape r."""
+    """Send piece r to process r; the tensor from process r has shape r."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     sent = torch.cat([piece.flatten() for piece in pieces])
     received = sent.new_empty(sum(sizes))

@@ -2,7 +2,7 @@
 
 `fully_shard` casts and reduces the parameters of a unit alike, so those that train in one unit have one dtype. A KDA
 layer keeps `A_log`, `dt_bias`, the convolutions and the output norm in float32 beside bfloat16 projections, and an
-adapter is float32 beside the weights that it adapts; here each kind becomes a unit of its own, below the layer's.
+adapter is float32 beside the weights that it adapts. Here each kind becomes a unit of its own, below the layer's.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from torch import nn
 def fully_shard_by_dtype(model: nn.Module, mp_policy=None, **options) -> nn.Module:
     """Shard a causal language model over the processes of a mesh, every decoder layer and its odd dtypes as units.
 
-    accelerate and `Trainer` leave a model that is sharded already as it is, so this comes before
+    accelerate and `Trainer` leave an already sharded model as it is, so this comes before
     `accelerator.prepare(model, optimizer)` or `Trainer(model)`, with fsdp_version 2 and mixed_precision "no".
 
     Args:
-        model: `KimiK3ForCausalLM`, with an adapter or without, on the device of this process, with the same weights on
+        model: `KimiK3ForCausalLM`, with or without an adapter, on the device of this process, with the same weights on
             every process.
         mp_policy: a `torch.distributed.fsdp.MixedPrecisionPolicy`. Its `param_dtype` is not applied to what the model
-            keeps in float32 whatever dtype is asked for: float32 weights then train as bfloat16 ones do beside them.
+            always keeps in float32: float32 weights then train as they do beside bfloat16 ones.
         **options: of `torch.distributed.fsdp.fully_shard` (mesh, offload_policy, reshard_after_forward).
 
     Returns:
@@ -68,7 +68,7 @@ def fully_shard_by_dtype(model: nn.Module, mp_policy=None, **options) -> nn.Modu
         odd = [module for module in layer.modules() if kind(module) not in (None, common)]
         for module in odd:
             below = [child for child in module.modules() if child is not module and kind(child) is not None]
-            if below:  # the others below it first; what is left is of one kind
+            if below:  # the other kinds below it first; the rest is of one kind
                 for other in dict.fromkeys(map(kind, below)):
                     if other != kind(module):
                         unit([child for child in below if kind(child) == other], other)

@@ -1,4 +1,4 @@
-"""What parallel modes move between processes: a counter for what is sent, and the formulas it is held against.
+"""What parallel modes move between processes: a counter of the bytes sent, and formulas to compare it with.
 
 All numbers are bytes that one process sends, collectives taken as rings: an all-reduce of S bytes over n processes
 sends 2 S (n - 1) / n of them, an all-gather to S bytes and an exchange of S bytes send S (n - 1) / n.
@@ -29,7 +29,7 @@ class Wire(TorchDispatchMode):
         return sum(self.sent.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:  # comes again, with the local tensors
+        if DTensor in types:  # comes a second time, with the local tensors
             return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.__name__.split(".")[0].strip("_")
@@ -77,7 +77,7 @@ def tensor_parallel_bytes(
         tokens: B T.
         kept: positions whose logits are made.
         dtype_bytes: of the model's dtype.
-        experts_apart: the routed experts are spread over the processes, which `expert_parallel_bytes` counts.
+        experts_apart: the routed experts are spread over the processes; `expert_parallel_bytes` counts those.
     """
     stream, stored = tokens * config.hidden_size * dtype_bytes, dtype_bytes if config.has_softplus_gate else 4
     linear, latent = config.linear_attn_config, config.kv_lora_rank + config.qk_rope_head_dim
@@ -114,7 +114,8 @@ def expert_parallel_bytes(
     Args:
         tokens: B T.
         dtype_bytes: of the model's dtype.
-        elsewhere: None for sums of what every process made of all tokens (`ep_implementation="all_reduce"`). For
+        elsewhere: None if every process takes all tokens and the results are summed
+            (`ep_implementation="all_reduce"`). For
             `"all_to_all"`, how many pairs of token and expert a process sends away, summed over the layers, on average
             over the processes; tokens k (ranks - 1) / ranks^2 a layer when experts are chosen evenly.
     """

@@ -24,9 +24,9 @@ class Job:
         emit: takes each new piece of text; called in the engine's thread.
         done: called there once, at the end; `finish` or `error` is set then.
         deadline: `time.monotonic()` after which it ends with an error.
-        cancelled: nobody listens any more.
+        cancelled: nobody is listening any more.
         finish: "stop" (end token or stop text) or "length".
-        cached: prompt tokens that the prefix cache had.
+        cached: prompt tokens that the prefix cache restored.
     """
 
     ids: list[int]
@@ -48,7 +48,7 @@ class Job:
 
 
 class _Text(TextStreamer):
-    """Text of the new tokens, up to the first stop text; what may be the beginning of one is held back."""
+    """Text of the new tokens, up to the first stop text; possible beginnings of one are held back."""
 
     def __init__(self, tokenizer, job: Job):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -90,7 +90,7 @@ class Engine:
     """Runs jobs in the order in which they came.
 
     Args:
-        max_waiting: jobs that may wait; one more raises `EngineFull`.
+        max_waiting: jobs that may wait; another one raises `EngineFull`.
     """
 
     def __init__(self, cache: PrefixCache, tokenizer, max_waiting: int):
@@ -117,7 +117,7 @@ class Engine:
         return self._thread.is_alive()
 
     def stop(self, seconds: float) -> None:
-        """Take nothing new, finish what is there within so many seconds, break off the rest, write the prefixes."""
+        """Take no more jobs, finish those at hand within `seconds`, break off the rest, write the prefixes."""
         self._stopping.set()
         self._jobs.put(None)
         self._thread.join(seconds)

@@ -1,8 +1,8 @@
-"""PrefixCache: keeps what prompts and turns computed, and starts later ones from the longest prefix that is kept.
+"""PrefixCache: keeps the states of prompts and turns, and starts later prompts from the longest kept prefix.
 
 A hybrid can only start where the recurrent state of *every* KDA layer is kept together with all latents before it.
 States are therefore kept at few boundaries: every `every` tokens, before the last token of a prompt (which has to run
-in any case, to give the first logits), at the end of a turn, and where a text was seen to leave another that is kept.
+in any case, to give the first logits), at the end of a turn, and where a text was seen to part from a kept one.
 `prefix_index.py` says why a hit is exact to the last bit.
 
     cache = PrefixCache(model, device_bytes=8 << 30, folder="prefixes", disk_bytes=100 << 30)
@@ -39,7 +39,7 @@ class Prefilled:
     """A prompt of which all but the last token ran.
 
     Attributes:
-        cache: at the boundary behind them, the caller's own.
+        cache: at the boundary behind them; it belongs to the caller.
         hit: tokens that were restored.
         splits: boundaries at which states were kept or forwards ended, the last of them `cache.get_seq_length()`.
         exact: every one of them ended a forward, so that a cold run split there gives the same bits.
@@ -58,14 +58,14 @@ class PrefixCache:
     """Prefixes of one model in tiers of memory and disk; threads may share it, processes may share its folder.
 
     Args:
-        model: a Kimi K3 model in evaluation; neither its weights nor its active adapters may change
+        model: a Kimi K3 model in evaluation mode; neither its weights nor its active adapters may change
             while the cache lives.
         device_bytes: budget on the model's device.
         host_bytes: budget in host memory (pinned when the model is on a GPU); 0 leaves the tier out.
         folder, disk_bytes: of the disk tier; None leaves it out. Prefixes of several models can lie in one folder.
         block: tokens of a block of latents, and the granularity at which a shared prefix is recognised.
         every: tokens between two kept states of a long prompt.
-        chunk: tokens that one forward may read, with the states inside it exported in the same pass; all of them lie on
+        chunk: tokens that one forward may read, exporting the states inside it in the same pass; all of them stay on
             the device until it ends. None: a forward ends at every state, which makes a hit exact to the last bit
             (docs/serving.md).
         write_through: copy to the lower tiers too; otherwise a part moves down when the tier above is full.
@@ -147,7 +147,7 @@ class PrefixCache:
         """`model.generate(input_ids [1, T], ...)`; the prompt and the finished turn are kept.
 
         Raises:
-            ValueError: also for what cannot go on from one kept state: beams, several sequences, drafts, padding, or a
+            ValueError: also for what cannot continue one kept state: beams, several sequences, drafts, padding, or a
                 cache of the caller's.
         """
         settings = kwargs.get("generation_config") or self.model.generation_config
@@ -176,20 +176,20 @@ class PrefixCache:
         return self._reader.submit(self._restored_prefix, tokens, True)
 
     def flush(self) -> None:
-        """Wait until everything kept is on the disk, as far as it goes there."""
+        """Wait until everything that belongs on the disk is there."""
         self._behind.flush()
         with self._lock:
             self._forget_failed()
 
     def clear(self) -> None:
-        """Forget every prefix that nobody is using, in all tiers."""
+        """Forget every prefix that is not in use, in all tiers."""
         with self._lock:
             for segment in sorted(self.index.segments.values(), key=lambda segment: -segment.start):
                 if not segment.pins and not segment.children:
                     self._forget(segment)
 
     def close(self) -> None:
-        """Finish writing and let go of the folder; what still runs in other threads ends, and is not kept below the
+        """Finish writing and release the folder; what still runs in other threads finishes, and is not kept below the
         device. With write-back, what is only in memory is written first."""
         if self._closed:
             return
@@ -243,7 +243,7 @@ class PrefixCache:
 
     @contextmanager
     def _prefilled(self, input_ids: torch.Tensor, keep_logits: bool = False):
-        """A `Prefilled` whose segment is pinned inside the block; copies and files wait for the end of it."""
+        """A `Prefilled` whose segment is pinned inside the block; copies and files wait for the block's end."""
         tokens = self._tokens(input_ids)
         last = len(tokens) - 1
         cache, segment, shared = self._restored_prefix(tokens)
@@ -294,7 +294,7 @@ class PrefixCache:
         return forwards
 
     def _keep_turn(self, done: Prefilled, tokens: list[int]) -> None:
-        """Keep what was fed one by one since the prompt; the last token that was generated never is."""
+        """Keep the tokens that were fed one by one since the prompt; the last generated token never is fed."""
         start, end = done.splits[-1] if done.splits else 0, int(done.cache.get_seq_length())
         if end > start:
             done.splits += range(start + 1, end + 1)
@@ -311,7 +311,7 @@ class PrefixCache:
             self._forget_failed()
             parent, done.segment = done.segment, None
             try:
-                if self.index.has(parent):  # else it was forgotten, with a file that could not be read or written
+                if self.index.has(parent):  # otherwise it was forgotten, with a file that could not be read or written
                     segment = self.index.make(parent, tokens, steps, forward)
                     self.index.add(segment)
                     segment.pin()
@@ -337,14 +337,14 @@ class PrefixCache:
                 self._insert(segment, kind, take(cache, segment), self._flops_without(segment, kind))
 
     def _settle(self, segment: Segment) -> None:
-        """Forget a segment that came to nothing."""
+        """Forget a segment of which nothing could be kept."""
         if not self._held(segment, LATENTS):
             self._lost(segment, LATENTS)
         self._prune(segment)
 
     def _latents(self, cache: HybridCache, segment: Segment) -> Tensors:
         """Latents of the segment, [MLA layers, tokens, R] a block; blocks end at multiples of the block size."""
-        device = self.model.device  # a search through the modules
+        device = self.model.device  # which searches all modules
         layers = [layer.latents[0] for layer in cache.layers if isinstance(layer, LatentCacheLayer)]
         found, block = {"tokens": torch.tensor(segment.tokens, dtype=torch.int64)}, self.index.block
         edges = [segment.start, *range((segment.start // block + 1) * block, segment.end, block), segment.end]
@@ -406,7 +406,7 @@ class PrefixCache:
                 if missing is None and only_fetch:
                     self._behind.start()
                     copied = recorded(self.model.device)
-                    if copied is not None:  # whoever goes on from here may use another stream than this thread's
+                    if copied is not None:  # the caller may continue on another stream than this thread's
                         copied.synchronize()
                     return segment.end
                 if missing is None:
@@ -457,13 +457,13 @@ class PrefixCache:
                 tensors = tier.entries[segment.key, kind].tensors or tensors
 
     def _put(self, level: int, segment: Segment, kind: str, tensors: Tensors, cost: float) -> bool:
-        """Whether the tier has the part now, after whatever had to go."""
+        """Whether the tier has the part now, after evicting what had to go."""
         tier, part = self.tiers[level], (segment.key, kind)
         if part in tier:
             return True
         size = tier.size_of(tensors)
         if size > tier.budget or not self._make_room(level, size) or not self.index.has(segment):
-            return False  # making room can take away what this text stands on
+            return False  # making room can evict what this text continues from
         if tier is self.disk:
             described = {
                 "parent": segment.parent.key,
@@ -480,7 +480,7 @@ class PrefixCache:
 
     def _own(self, tier: Tier, entry: Entry) -> None:
         """Copy what the device's tier has not or no longer. Files are begun as well: where there is little room, a long
-        prompt's parts would else all wait in host memory for the end of its generation."""
+        prompt's parts would otherwise all wait in host memory for the end of its generation."""
         tier.own(entry)
         self._behind.start()
 
@@ -490,7 +490,7 @@ class PrefixCache:
         while tier.used + size > tier.budget:
             parts = list(tier.entries)
             candidates = [part for part in parts if self._may_go(level, part)]
-            if not candidates:  # only texts whose later segments lie in other tiers: those are lost with them
+            if not candidates:  # only texts whose later segments are in other tiers: those are lost with them
                 candidates = [part for part in parts if not self.index.segments[part[0]].pins]
             if not candidates:
                 return False
@@ -568,7 +568,7 @@ class PrefixCache:
         self.index.remove(segment)
 
     def _forget_failed(self) -> None:
-        """What could not be written to the disk, and no other tier has."""
+        """Forget what could not be written to the disk and is in no other tier."""
         while self.disk and self.disk.failed:
             part = self.disk.failed.pop()
             self.disk.drop(part)
@@ -600,8 +600,8 @@ class PrefixCache:
 
 
 def _code_digest(model: torch.nn.Module) -> str:
-    """Of the files that compute its states, another version of which may round elsewhere: kernels, the model's files in
-    the root, and those of its modules' classes, which are adapters' as well where it has some."""
+    """Digest of the files that compute the states, another version of which may round differently: kernels, the model's
+    files in the root, and those of its modules' classes, adapters' included."""
     root = Path(__file__).parent.parent
     modules = {base.__module__ for module in model.modules() for base in type(module).__mro__}
     of_classes = {Path(file) for name in modules if (file := getattr(sys.modules.get(name), "__file__", None))}

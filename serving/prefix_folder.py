@@ -1,4 +1,4 @@
-"""A folder of kept prefixes from outside, without a model: what is in it, and emptying it."""
+"""A folder of kept prefixes seen from outside, without a model: count what is in it, or empty it."""
 
 import fcntl
 import re
@@ -14,7 +14,7 @@ _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 
 @dataclass
 class ModelFiles:
-    """What the folder keeps of one model: texts that can be started from, tokens of latents, bytes, unusable files."""
+    """What the folder keeps of one model: texts to start from, tokens of latents, bytes, unusable files."""
 
     namespace: str
     segments: int = 0
@@ -28,7 +28,7 @@ def namespaces(folder: Path) -> list[Path]:
     """One folder a model.
 
     Raises:
-        ValueError: if there is no such folder, or something else lies in it.
+        ValueError: if there is no such folder, or it holds something else.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
@@ -56,7 +56,7 @@ def inspect(folder: Path, check: bool = False) -> list[ModelFiles]:
                             raise ValueError("its checksum is wrong")
             except FileNotFoundError:  # evicted meanwhile
                 continue
-            except Exception:  # whatever a damaged file makes of the reader
+            except Exception:  # any error that a damaged file causes in the reader
                 counted.broken += 1
                 continue
             counted.bytes += size

@@ -3,7 +3,7 @@
 A segment is what one forward added (or a run of one-token forwards, `steps`): its tokens, the latents of all MLA layers
 for them, and the recurrent states of all KDA layers behind them. Rounding depends on how a text was split into
 forwards, so a segment's key is a hash over its tokens *and* over how everything before it was split: what is restored
-was computed by exactly one history, which `splits` names and a cold run can repeat to the last bit. Several segments
+has exactly one history, which `splits` names and a cold run can repeat to the last bit. Several segments
 can come from one forward, with states exported inside it; all that this forward read then counts in their keys, because
 later tokens decide how earlier ones are rounded (sizes of products, experts' batches).
 """
@@ -20,7 +20,7 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def chained(previous: bytes, *parts: bytes) -> bytes:
-    """sha256 over a hash and what follows it; every part counts with its length, so none can run into the next."""
+    """sha256 over a hash and what follows it; the length of every part is hashed too, so that they stay apart."""
     digest = hashlib.sha256(previous)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -34,11 +34,11 @@ class Segment:
     Attributes:
         key: names it, in memory and on disk.
         tokens: its own ones.
-        steps: computed one token at a time (decoding) and not in one forward.
-        forward: hash of what a forward read that made several segments; empty where it made this one alone.
+        steps: computed one token at a time (decoding) instead of in one forward.
+        forward: hash of what its forward read, if that made several segments; else empty.
         block_hash, remainder: chained hash of the full token blocks up to `end`, and the tokens after the last of them.
         covered: the chained hashes of the full blocks that end inside this segment.
-        pins: users of it or of a segment behind it; it stays while there are any.
+        pins: number of users of it or of a segment behind it; it stays while there are any.
     """
 
     key: str
@@ -102,11 +102,11 @@ class PrefixIndex:
         self._covering: dict[bytes, int] = {}
 
     def has(self, segment: Segment) -> bool:
-        """Whether a text can go on behind it: it is the root, or was not forgotten."""
+        """Whether a text can continue behind it: it is the root, or was not forgotten."""
         return segment is self.root or self.segments.get(segment.key) is segment
 
     def make(self, parent: Segment, tokens: Sequence[int], steps: bool, forward: bytes = b"") -> Segment:
-        """The segment of these tokens behind `parent`: the one that is there, or a new one that is not added yet."""
+        """The segment of these tokens behind `parent`: the existing one, or a new one that is not added yet."""
         tokens = numpy.asarray(tokens, dtype="<i8")
         how = b"steps" if steps else b"forward" + forward
         key = chained(bytes.fromhex(parent.key), how, tokens.tobytes()).hex()
@@ -158,7 +158,7 @@ class PrefixIndex:
         for at in range(0, len(tokens) - self.block + 1, self.block):
             block_hash = chained(block_hash, tokens[at : at + self.block].tobytes())
             if block_hash not in self._covering:
-                break  # a segment that ends further on covers every block before
+                break  # a segment that ends farther on covers every block before
             hashes.append(block_hash)
             shared = at + self.block
         found = []

@@ -1,4 +1,4 @@
-"""A trace played against the real prefix cache, on a model that is small enough."""
+"""Plays a trace against the real prefix cache, with a small model."""
 
 import random
 import statistics
@@ -15,7 +15,7 @@ from .prefix_cache import PrefixCache
 
 
 class FirstToken(BaseStreamer):
-    """Notes when the first new token is there."""
+    """Notes the time of the first new token."""
 
     def __init__(self):
         self.calls, self.time = 0, None
@@ -45,7 +45,8 @@ class Replayed:
 def replay(cache: PrefixCache, sessions: list[Session], concurrency: int, turns: int, seed: int = 0) -> Replayed:
     """Play `turns` turns of `concurrency` sessions at a time, one turn of each in rotation, without their pauses.
 
-    Texts are random tokens, the shared ones the same in all sessions. Answers are greedy and have the trace's length.
+    Texts are random tokens; the shared ones are the same in all sessions. Answers are greedy and as long as in the
+    trace.
     """
     model, vocabulary = cache.model, cache.model.config.get_text_config(decoder=True).vocab_size
     low = min(3, vocabulary - 1)

@@ -1,7 +1,7 @@
 """OpenAI-style completions over HTTP, for evaluation and development: `kimi-k3 serve MODEL`.
 
 POST /v1/completions (with `stream` too), GET /v1/models, /health and /metrics (Prometheus). Every request starts from
-the longest kept prefix of its prompt. What cannot work is answered with a 4xx and a sentence in OpenAI's error shape.
+the longest kept prefix of its prompt. What cannot work is answered with a 4xx and a sentence in OpenAI's error form.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from .prefix_cache import PrefixCache
 @dataclass(frozen=True)
 class Limits:
     """Tokens of a prompt and of an answer, seconds of a request (waiting included), waiting requests, bytes of a body,
-    and the seconds that a stop leaves to what is under way."""
+    and the seconds that a stop leaves for requests under way."""
 
     prompt_tokens: int
     new_tokens: int
@@ -60,7 +60,7 @@ class CompletionRequest(BaseModel):
 
 def refusal(status: int, message: str) -> JSONResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    message = message.encode("utf-8", "replace").decode("utf-8")  # half a character of the request is no JSON
+    message = message.encode("utf-8", "replace").decode("utf-8")  # half a character of the request is not valid JSON
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
 
 
@@ -121,7 +121,7 @@ class Metrics:
 
 
 def build_app(cache: PrefixCache, tokenizer, name: str, limits: Limits) -> FastAPI:
-    """The application; its shutdown finishes what is under way and closes the cache."""
+    """The application; its shutdown finishes requests under way and closes the cache."""
     engine = Engine(cache, tokenizer, limits.waiting)
     metrics = Metrics(engine)
     created = int(time.time())
@@ -167,7 +167,7 @@ def build_app(cache: PrefixCache, tokenizer, name: str, limits: Limits) -> FastA
             return said
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
 
-        def tell(piece):  # in the engine's thread; a loop that is closed has no listener left
+        def tell(piece):  # in the engine's thread; a closed loop has no listener left
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
@@ -255,7 +255,7 @@ def _failure(job: Job, limits: Limits) -> tuple[int, str | None]:
 
 
 async def _whole_text(job: Job, pieces: asyncio.Queue, request: Request) -> str | None:
-    """All of the answer; None, and the job is broken off, when the client goes away."""
+    """The whole answer; None when the client goes away, which also breaks off the job."""
     found = []
     while True:
         try:
@@ -274,7 +274,7 @@ async def _whole_text(job: Job, pieces: asyncio.Queue, request: Request) -> str 
 
 
 async def _events(job: Job, pieces: asyncio.Queue, answer: dict, with_usage: bool, limits: Limits, metrics: Metrics):
-    """Server-sent events; a client that goes away ends the generator, and with it the job."""
+    """Server-sent events; when the client goes away, the generator ends, and with it the job."""
     outcome = "cancelled"
     try:
         while (piece := await pieces.get()) is not None:

@@ -1,8 +1,8 @@
-"""Where the parts of segments lie: memory of a device, pinned memory of the host, files.
+"""Where the parts of segments are kept: memory of a device, pinned memory of the host, files.
 
 A part is named (segment key, "latents" or "state") and is a dict of tensors that nobody writes to. Every tier has a
 budget of bytes and ranks its parts by GreedyDual-Size (Cao and Irani, 1997): LRU weighted by the cost of computing a
-part again for each byte it takes. Which part may go, and where to, is decided by `PrefixCache`.
+part again for each byte it takes. `PrefixCache` decides which part may go, and where to.
 """
 
 import fcntl
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 PartId = tuple[str, str]
 Tensors = dict[str, torch.Tensor]
 FORMAT = "kimi-k3 prefix 1"
-# Seconds in which whoever waits for a GPU's token has the interpreter for himself: making a file holds it for a while.
+# Seconds that threads which waited for the GPU have the interpreter to themselves, before writing files occupies it.
 GRACE = 0.02
 
 
 class Behind:
-    """What no first token waits for: copies and files, made in order by one thread, from when `start` is called on.
+    """Work that no first token waits for: copies and files, made in order by one thread once `start` is called.
 
     Threads may share it. An error is logged and does not stop what comes after.
     """
@@ -43,12 +43,12 @@ class Behind:
         self._closed = False
 
     def add(self, work: Callable, *args) -> None:
-        """Have `work(*args)` done after the next `start`."""
+        """Queue `work(*args)` for after the next `start`."""
         with self._lock:
             self._waiting.append((work, *args))
 
     def start(self, device: torch.device | None = None) -> None:
-        """Do what waits; with a device, once it has done what this thread gave it before."""
+        """Do the queued work; with a device, once it has finished what this thread gave it before."""
         with self._lock:
             if self._closed:
                 self._waiting.clear()
@@ -76,7 +76,7 @@ class Behind:
             last.result()
 
     def close(self) -> None:
-        """`flush`; what is added from then on is not done."""
+        """`flush`; what is added later is not done."""
         self.start()
         with self._lock:
             self._closed = True
@@ -84,7 +84,7 @@ class Behind:
 
 
 def recorded(device: torch.device):
-    """An event behind what this thread gave the device so far; None where a call returns when its work is done."""
+    """An event behind what this thread gave the device so far; None where calls return when their work is done."""
     module = torch.get_device_module(device)
     if device.type == "cpu" or not hasattr(module, "Stream"):
         return None
@@ -98,11 +98,11 @@ def _home(tensors: Tensors) -> torch.device:
 
 
 def on_host(tensors: Tensors, ready) -> Tensors:
-    """The tensors in host memory, page-locked if they are copied from a GPU; what lies there is not copied.
+    """The tensors in host memory, page-locked if they are copied from a GPU; those already there are not copied.
 
     Args:
         ready: the event behind which a GPU's tensors are computed. All copies are then under way at once, beside
-            what the GPU computes, and waited for together.
+            what the GPU computes, and are waited for together.
     """
     if ready is None:
         return {name: tensor.cpu() for name, tensor in tensors.items()}
@@ -154,7 +154,7 @@ class Tier:
         return entry
 
     def touch(self, part: PartId) -> None:
-        """The part was used: it ranks as if it were new."""
+        """The part was used: it now ranks as if it were new."""
         entry = self.entries.get(part)
         if entry is not None:
             entry.priority = self.clock + entry.cost / max(entry.bytes, 1)
@@ -170,11 +170,11 @@ class Tier:
         entry = self.entries.pop(part, None)
         if entry is not None:
             self.used -= entry.bytes
-            entry.tensors = None  # a copy that still waits must neither be made nor keep them alive
+            entry.tensors = None  # a queued copy must neither be made nor keep them alive
         return entry
 
     def evict(self, part: PartId) -> Entry:
-        """Drop, and let everything that stays age by what this one was worth."""
+        """Drop a part, and let the others age by what it was worth."""
         entry = self.drop(part)
         self.clock = max(self.clock, entry.priority)
         self.evicted_bytes += entry.bytes
@@ -188,11 +188,11 @@ class Tier:
             return
         copies = on_host(tensors, ready)
         with self._lock:
-            if entry.tensors is tensors:  # else another thread was faster, or the file is written
+            if entry.tensors is tensors:  # otherwise another thread was faster, or the file is written
                 entry.tensors, entry.ready = copies, None
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Release what is open."""
 
 
 class MemoryTier(Tier):
@@ -208,7 +208,7 @@ class MemoryTier(Tier):
             if self.behind is None:  # CUDA has read pageable memory when the call returns: no need to wait for more
                 tensor = tensor.to(self.device, non_blocking=self.device.type == "cuda")
             if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
-                tensor = tensor.clone()  # a view would keep more alive than is counted
+                tensor = tensor.clone()  # a view would keep more bytes alive than are counted
             held[name] = tensor
         entry = self._enter(part, self.size_of(held), cost, held)
         self.written_bytes += entry.bytes
@@ -256,7 +256,7 @@ class DiskTier(Tier):
         self._join()
 
     def _join(self) -> None:
-        """Hold the folder together with others; whoever comes alone sweeps up what a killed process left."""
+        """Hold the folder jointly with other processes; one that is alone sweeps up what a killed process left."""
         self._held = open(self.folder / "lock", "a")
         try:
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -275,11 +275,11 @@ class DiskTier(Tier):
         """Whole files that this object does not know yet and their sizes; empty while nothing in the folder changed."""
         try:
             now = self.folder.stat().st_mtime_ns
-        except FileNotFoundError:  # somebody deleted the folder: what is in memory still serves
+        except FileNotFoundError:  # somebody deleted the folder: parts in memory still serve
             return {}
         if now == self._seen:
             return {}
-        # clocks of file systems are coarse: what changed just now may change again without showing it
+        # clocks of file systems are coarse: a recent change may hide a later one
         self._seen = now if time.time_ns() - now > 10**8 else None
         found = {}
         with os.scandir(self.folder) as files:
@@ -295,14 +295,14 @@ class DiskTier(Tier):
         return found
 
     def adopt(self, part: PartId, size: int, cost: float) -> None:
-        """Count a file that another process, or an earlier one, wrote."""
+        """Count a file that another process wrote, or an earlier one."""
         with self._lock:
             if part not in self.entries:
                 self._enter(part, size, cost, None)
 
     @staticmethod
     def size_of(tensors: Tensors) -> int:
-        """With room for the file's header, whose exact size is known when the file is written."""
+        """With room for the file's header, whose exact size is known only when the file is written."""
         return Tier.size_of(tensors) + 1024 + 160 * len(tensors)
 
     def describe(self, key: str) -> tuple[str, int, bool, bytes, list[int]] | None:
@@ -318,7 +318,7 @@ class DiskTier(Tier):
                 return metadata["parent"], int(metadata["start"]), metadata["steps"] == "1", forward, tokens
         except FileNotFoundError:
             return None
-        except Exception as error:  # whatever a damaged file makes of the readers
+        except Exception as error:  # any error that a damaged file causes in the readers
             self.reject(part, error)
             return None
 
@@ -354,7 +354,7 @@ class DiskTier(Tier):
         try:
             self.own(entry)
             tensors = entry.tensors
-            if tensors is None:  # dropped before its turn
+            if tensors is None:  # evicted before its turn
                 return
             header = {"format": FORMAT, "namespace": self.namespace, "checksum": checksum(*part, tensors), **metadata}
             data = save(tensors, metadata=header)
@@ -399,7 +399,7 @@ class DiskTier(Tier):
             self._check(metadata)
             if metadata["checksum"] != checksum(*part, tensors):
                 raise ValueError("its checksum is wrong")
-        except Exception as error:  # whatever a damaged file makes of the readers
+        except Exception as error:  # any error that a damaged file causes in the readers
             self.reject(part, error)
             return None
         self.read_bytes += len(data)

@@ -1,1 +1,1 @@
-"""Speculative decoding with a DSpark-style draft: the draft, decoding with it, and its training (docs/serving.md)."""
+"""Speculative decoding with a DSpark-style draft: the draft, decoding, and training of drafts (docs/speculative.md)."""

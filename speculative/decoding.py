@@ -14,13 +14,13 @@ from ..cache_kimi_k3 import HybridCache
 from ..modeling_kimi_k3 import CACHE_ARGUMENT
 from .draft import DSparkDraft
 
-# A block ends before a token that is reached with less than this probability: verifying it costs more than it brings.
+# A block ends before a token that is reached with less than this probability: verifying it costs more than it gains.
 LEAST_CONFIDENCE = 0.3
 
 
 @dataclass
 class Speculated:
-    """ids [1, T + new]; rounds of verification, tokens drafted and of these accepted."""
+    """`ids` [1, T + new]; the numbers of verification rounds, of tokens drafted and of those accepted."""
 
     ids: torch.Tensor
     rounds: int = 0
@@ -38,7 +38,7 @@ def accept(drafted: list[int], q: list[torch.Tensor], p: torch.Tensor, generator
 
     Args:
         q: n distributions [V] from which the tokens were drawn.
-        p: [n + 1, V] the target's behind each prefix of them.
+        p: [n + 1, V], the target's distributions behind each prefix of them.
     """
     for i, token in enumerate(drafted):
         if torch.rand((), generator=generator) * q[i][token] < p[i, token]:
@@ -49,7 +49,7 @@ def accept(drafted: list[int], q: list[torch.Tensor], p: torch.Tensor, generator
 
 
 def accept_greedy(drafted: list[int], best: list[int]) -> tuple[int, int]:
-    """The same where every distribution is one token: the target's choices behind each prefix are `best`, n + 1."""
+    """`accept` for greedy decoding: `best` are the target's n + 1 choices, one behind each prefix."""
     kept = next((i for i, token in enumerate(drafted) if token != best[i]), len(drafted))
     return kept, best[kept]
 
@@ -67,13 +67,13 @@ class _Drafting:
         self.tokens = 0
 
     def extend(self, taps: torch.Tensor) -> None:
-        """The target has read more tokens."""
+        """Take in the `taps` of tokens that the target has read since."""
         new = self.draft.context(taps, self.tokens)
         self.latents = [torch.cat(pair, dim=1) for pair in zip(self.latents, new, strict=True)] if self.tokens else new
         self.tokens += taps.shape[1]
 
     def propose(self, newest: int, most: int) -> tuple[list[int], list[torch.Tensor]]:
-        """At most so many tokens behind `newest`, and the distributions [V] they were drawn from, none at
+        """At most `most` tokens behind `newest`, and the distributions [V] that they were drawn from, none at
         temperature 0."""
         draft, device = self.draft, self.latents[0].device
         drawn, distributions, sure = [], [], 1.0

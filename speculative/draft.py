@@ -1,7 +1,7 @@
 """A DSpark-style draft: a few small layers that read the target's hidden states and draft a block of tokens at once.
 
-The hidden states of some layers of the target (what those layers read) are concatenated, projected and normed; every
-draft layer keeps a latent of that context for each token. A block is drafted in one pass that is not causal: its first
+The hidden states that some layers of the target read are concatenated, projected and normed; every draft layer keeps a
+latent of that context for each token. A block is drafted in one pass that is not causal: its first
 position holds the newest token, the others a mask token, and position i gives the logits of the i-th token after the
 newest. A bias of low rank, w2 w1[token before], ties each token of the block to the one before it; a confidence head
 says where the block should end. Embedding and head are the target's. Tensor names are those of the published drafts for
@@ -69,15 +69,15 @@ def rotary(positions: torch.Tensor, size: int, theta: float) -> tuple[torch.Tens
 
 
 def rotated(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotary embedding (arXiv 2104.09864) of x [..., T, P]; channel i turns with i + P / 2."""
+    """Rotary embedding (arXiv 2104.09864) of x [..., T, P]; channel i is rotated with channel i + P / 2."""
     (cos, sin), (first, second) = rotary, x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 class DSparkAttention(nn.Module):
-    """MLA with rotary positions, whose queries read the context and their own block, all of it.
+    """MLA with rotary positions, whose queries read the context and the whole of their own block.
 
-    Queries are taken to the space of the latents, so that a round never expands the context to keys and values.
+    Queries are projected into the space of the latents, so that no round expands the context into keys and values.
     """
 
     def __init__(self, config: DSparkConfig):
@@ -193,11 +193,11 @@ class DSparkDraft(nn.Module):
         return self.final_norm(x)
 
     def bias(self, before: torch.Tensor) -> torch.Tensor:
-        """Logits that the token before adds."""
+        """The bias [..., V] that the token before adds to the logits."""
         return self.markov_head.markov_w2(self.markov_head.markov_w1(before))
 
     def confidence(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Logit that a token drafted from `hidden` behind the token `before` will be accepted."""
+        """Logit of the chance that a token drafted from `hidden` behind the token `before` is accepted."""
         return self.confidence_head.proj(torch.cat([hidden, self.markov_head.markov_w1(before)], dim=-1)).squeeze(-1)
 
     def save(self, folder: Path) -> None:
@@ -211,7 +211,7 @@ class DSparkDraft(nn.Module):
         """The draft in a folder, on the target's device and in its dtype.
 
         Raises:
-            ValueError: if it is none, or was made for a model of other sizes.
+            ValueError: if there is none, or it was made for a model of other sizes.
         """
         config, text = DSparkConfig.read(folder), target.config.get_text_config(decoder=True)
         for name in ("vocab_size", "hidden_size"):

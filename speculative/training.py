@@ -1,4 +1,4 @@
-"""Trains a DSpark-style draft for the small checkpoint (or another one) on what the target itself writes.
+"""Trains a DSpark-style draft for the small checkpoint (or another one) on text that the target itself writes.
 
     python -m kimi_k3.speculative.training --model checkpoints/small --text .data/train.txt --out draft
 
@@ -6,7 +6,7 @@ The target continues windows of the text, half of them greedily and half by samp
 what a draft has to foresee. It is frozen: its hidden states are computed once for all windows, its distributions are
 soft labels. A step takes blocks behind random places of every window; the loss is the cross-entropy of the target's
 distribution, and the confidence head learns the probability sum min(p, q) that a drafted token is accepted. The same
-command goes on where it was killed (`windows.pt`, `training.pt` beside the result, which a finished run removes).
+command continues a killed run (from `windows.pt` and `training.pt` beside the result, which a finished run removes).
 """
 
 import argparse
@@ -32,7 +32,7 @@ WINDOW, PROMPT = 256, 64  # tokens of a window, and how many of them are text
 ROWS, BLOCKS = 16, 16  # windows of a step, and blocks in each of them
 CONTINUED = 256  # windows that the target continues at once
 SAVED_EVERY = 200  # steps
-ADAMW = 4.0  # its rate, in that of Muon: the tables of the Markov head start from nothing and see each token rarely
+ADAMW = 4.0  # its rate, relative to Muon's: the tables of the Markov head start at zero and see each token rarely
 
 
 def sizes(config) -> DSparkConfig:
@@ -117,7 +117,7 @@ def groups(draft) -> list[dict]:
 
 
 def resumed(file: Path, settings: dict) -> dict | None:
-    """What an earlier run with the same settings kept."""
+    """The state that an earlier run with the same settings saved."""
     if not file.exists():
         return None
     saved = torch.load(file)

@@ -1,14 +1,14 @@
 """Router balance: Quantile Balancing (Kimi K3 report, p. 8-9, Algorithm 1 and appendices C, D).
 
 A router chooses the top k of s + b, with s [E] the sigmoid scores of a token and b the selection bias. After a step
-over m tokens every expert's bias becomes the one at which its fair share of them, m k / E, would have chosen it:
+over m tokens every expert's bias becomes the one with which its fair share of them, m k / E, would have chosen it:
 
     alpha_i = (k+1)-th largest of s_i + b          the first k are the routes taken
     r_ij    = alpha_i - s_ij                       the bias that puts expert j exactly at token i's cutoff
     b_j     = (k / E)-quantile over tokens of r_:j, minus the mean over experts
 
 The quantile is read from a histogram of integer counts, so a step is the same however its tokens are split over
-micro-batches and processes, and costs one all-reduce.
+micro-batches and processes, and it costs one all-reduce.
 """
 
 import torch
@@ -20,9 +20,9 @@ BINS = 1000
 
 
 class RouterRecorder:
-    """Shows a rule the router scores of every training forward, once for each real token.
+    """Gives a rule the router scores of every training forward, once for each real token.
 
-    Padding is left out, as the forward's packing names it; so are forwards in evaluation mode, and the recomputation
+    Padding is left out, by the forward's packing; so are forwards in evaluation mode, and the recomputation
     under gradient checkpointing, which would count a token twice.
 
     Args:
@@ -30,7 +30,7 @@ class RouterRecorder:
     """
 
     def __init__(self, model: nn.Module):
-        # By what they have and not by class: a folder's remote code is a second copy of the class.
+        # Recognised by their attributes and not by class: a folder's remote code is a second copy of the class.
         layers = [layer for layer in model.modules() if hasattr(layer, "block_sparse_moe")]
         if not layers:
             raise ValueError(f"{type(model).__name__} has no MoE layer whose router could be balanced")
@@ -92,7 +92,7 @@ class QuantileBalancer(RouterRecorder):
             raise ValueError(f"ema must be at least 0 and below 1, not {ema}")
         super().__init__(model)
         self.ema = ema
-        # [layers, E, BINS + 1]: the histogram of the margins, then how often the expert was chosen. In one tensor, so
+        # [layers, E, BINS + 1]: the histogram of the margins, then how often the expert was chosen, in one tensor so
         # that one all-reduce sums both.
         self._counts = torch.zeros(
             len(self.routers),
@@ -107,8 +107,8 @@ class QuantileBalancer(RouterRecorder):
         best = (scores + bias).topk(self.top_k + 1, dim=-1)
         low, width = _bins(bias)
         margins = best.values[:, -1:] - scores
-        # clamped as integers: a score that is not a number must not become an index out of range, for the caller's own
-        # check of the loss is to speak
+        # clamped as integers: a score that is not a number must not become an index out of range here, but be
+        # reported by the caller's own check of the loss
         bins = ((margins - low) / width).floor_().long().clamp_(0, BINS - 1).T
         counts = self._counts[index]
         one = counts.new_ones(())
@@ -141,7 +141,7 @@ class QuantileBalancer(RouterRecorder):
         return worst.float().cpu()
 
     def _quantiles(self, histogram: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """The (k / E)-quantile of every expert's margins [E] from their histogram [E, BINS], linear within a bin."""
+        """The (k / E)-quantile [E] of every expert's margins, from their histogram [E, BINS], linear within a bin."""
         low, width = _bins(bias)
         cumulative = histogram.cumsum(-1, dtype=torch.int64)
         tokens = int(cumulative[0, -1])
@@ -162,7 +162,7 @@ def _bins(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class QuantileBalancerCallback(TrainerCallback):
-    """Balances the experts during a `Trainer` run and adds `router_max_load` to what the Trainer logs.
+    """Balances the experts during a `Trainer` run and adds `router_max_load` to the Trainer's log.
 
     `router_max_load` is the load of the fullest expert over the mean load, in the worst layer of the last step.
 
@@ -185,7 +185,7 @@ class QuantileBalancerCallback(TrainerCallback):
         if self.balancer is None or self.max_load is None or "loss" not in logs:
             return
         logs["router_max_load"] = self.max_load
-        state.log_history[-1]["router_max_load"] = self.max_load  # the Trainer has made its copy already
+        state.log_history[-1]["router_max_load"] = self.max_load  # the Trainer has already made its copy
 
     def on_train_end(self, args, state, control, **kwargs):
         self.balancer.close()

@@ -40,7 +40,7 @@ def lora_targets(
 ) -> dict:
     """Arguments of `LoraConfig` that adapt exactly the chosen parts: `LoraConfig(r=8, **lora_targets(model))`.
 
-    A part that is True must be there, one that is None is taken where the model has it.
+    A part that is True must exist; a part that is None is taken where the model has it.
 
     Args:
         model: a Kimi K3 model, with or without adapters.
@@ -49,7 +49,7 @@ def lora_targets(
         experts: all routed experts, gate, up and down of each.
         shared: gate, up and down of the shared experts.
         latent: the projections into and out of the experts' latent width.
-        router: the router's weight. Off by default: it moves tokens to experts that have not seen them.
+        router: the router's weight. Off by default, because it moves tokens to experts that have not seen them.
 
     Returns:
         `task_type`, `target_modules` (full names) and, with the router, `target_parameters`.
@@ -69,7 +69,7 @@ def lora_targets(
     matched = {part: [] for part in chosen}
     for full_name, module in model.named_modules():
         parent, _, name = full_name.rpartition(".")
-        linear = getattr(module, "base_layer", module)  # below the adapter that is there already
+        linear = getattr(module, "base_layer", module)  # below an existing adapter
         for part, (wanted, belongs) in chosen.items():
             fits = isinstance(linear, nn.Linear) or part in ("experts", "router")
             if wanted is not False and fits and belongs(parent, name):
@@ -109,7 +109,7 @@ class LoraExperts(nn.Module, LoraLayer):
         self.update_layer(adapter_name, r, lora_alpha, config)
 
     def _get_in_out_features(self, module):
-        return None, None  # there are two pairs of them
+        return None, None  # two pairs of them
 
     def update_layer(self, adapter_name, r, lora_alpha, config, **kwargs):
         """Add an adapter; called by peft."""
@@ -153,12 +153,12 @@ class LoraExperts(nn.Module, LoraLayer):
         return [name for name in self.active_adapters if name in self.lora_gate_up_A]
 
     def scale_layer(self, scale: float) -> None:
-        """Multiply the scale of the acting adapters."""
+        """Multiply the scale of the active adapters."""
         for name in self._acting():
             self.scaling[name] *= scale
 
     def unscale_layer(self, scale: float | None = None) -> None:
-        """Divide the scale of the acting adapters; None puts back the one of their configuration."""
+        """Divide the scale of the active adapters; None restores that of their configuration."""
         for name in self._acting():
             if scale is None:
                 self.set_scale(name, 1)
@@ -186,13 +186,13 @@ class LoraExperts(nn.Module, LoraLayer):
         )
 
     def _product(self, weight):
-        """(expert, rows [n, in]) -> [n, out]: the base weight and the factors of every acting adapter."""
+        """(expert, rows [n, in]) -> [n, out]: the base weight and the factors of every active adapter."""
         base = self.get_base_layer()
         if self.packed:
             packed, scale = getattr(base, f"{weight}_proj_packed"), getattr(base, f"{weight}_proj_scale")
         else:
             dense = getattr(base, f"{weight}_proj").unbind(0)
-        # unbind once: indexing a parameter for every expert would make a full-size gradient for each of them
+        # unbind once: indexing the parameter for every expert would make a full-size gradient for each of them
         factors = [
             (
                 getattr(self, f"lora_{weight}_A")[name].unbind(0),
@@ -247,7 +247,7 @@ class LoraExperts(nn.Module, LoraLayer):
         self.merged_adapters.extend(names)
 
     def _updates(self, names):
-        """(weight, expert, what the adapters add to it [out, in] in float32), one after the other."""
+        """Yields (weight, expert, the sum of its adapters' updates [out, in] in float32)."""
         for weight in WEIGHTS:
             factors = [
                 (getattr(self, f"lora_{weight}_A")[name], getattr(self, f"lora_{weight}_B")[name], self.scaling[name])
@@ -266,7 +266,7 @@ class LoraExperts(nn.Module, LoraLayer):
 
     @torch.no_grad()
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None):
-        """The base layer, with the adapters merged into it if `merge`; called by peft when nothing is to be undone."""
+        """The base layer, with the adapters merged into it if `merge`; called by peft, and not undone later."""
         if merge:
             self._merge(check_adapters_to_merge(self, adapter_names), safe_merge, undoable=False)
         return self.get_base_layer()
@@ -286,8 +286,8 @@ class RoutedExperts(metaclass=_AnyExperts):
 def _teach_peft():
     """Put our layer into the table of every LoraConfig, those that are read from a file included.
 
-    peft has the table for this purpose, but each config starts with an empty one and none is saved. And what peft
-    would skip in silence, because it looks for factors under other names, is refused.
+    peft has the table for this purpose, but each config starts with an empty one and none is saved. What peft would
+    skip silently, because it looks for factors under other names, is refused.
     """
     original = LoraConfig.__post_init__
 
@@ -320,12 +320,12 @@ def export_expert_loras(model: PeftModel, folder: str | Path, adapter_name: str 
 
     `...experts.lora_gate_up_A` [E, r, D] and the like become, for every expert e and in peft's ordinary layout,
     `...experts.{e}.w1` (gate), `.w3` (up) and `.w2` (down) `.lora_A.weight` [r, in] and `.lora_B.weight` [out, r]. The
-    gate and the up matrix have the same factor A. Everything else of the adapter is written as it is.
+    gate and the up matrix have the same factor A. The rest of the adapter is written as it is.
 
     Args:
-        model: with the adapter.
+        model: the one with the adapter.
         folder: gets `adapter_model.safetensors` and `adapter_config.json`.
-        adapter_name: which adapter.
+        adapter_name: of the adapter to write.
     """
     config = model.peft_config[adapter_name].to_dict()
     exported = {}

@@ -1,4 +1,4 @@
-"""Per-head Muon (Kimi K3 report, p. 10-11) with AdamW for what is no matrix, and QK-clip (Kimi K2, arXiv 2507.20534).
+"""Per-head Muon (Kimi K3 report, p. 10-11), with AdamW for all but matrices, and QK-clip (Kimi K2, arXiv 2507.20534).
 
 Muon replaces the momentum of a matrix by the nearest semi-orthogonal matrix, U V^T of its singular value decomposition,
 through a few Newton-Schulz iterations. What counts as *a matrix* is decided here, by one function:
@@ -11,7 +11,7 @@ through a few Newton-Schulz iterations. What counts as *a matrix* is decided her
 
 torch.optim.Muon takes one 2-D parameter at a time; here the blocks of parameters of one shape are one batch. The
 update of a block is that of torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` (the tests compare them), so
-learning rate and weight decay are those one would use with AdamW.
+learning rate and weight decay are those that one would use with AdamW.
 """
 
 import math
@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
-MOST_AT_ONCE = 2**24  # elements of parameters whose steps are computed together: bounds what lies beside the model
+MOST_AT_ONCE = 2**24  # elements of parameters whose steps are computed together: bounds the extra memory
 # Modules whose parameters of two or more dimensions are tables, taps or vectors, not maps of one space to another.
 _NO_MAP = ("Embedding", "Conv2d", "KimiK3ShortConvolution", "KimiK3PseudoQuery", "KimiK3PositionTable")
 
@@ -52,7 +52,7 @@ def muon_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict]:
             if not parameter.requires_grad or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            # All bases: sharding makes a subclass of another name.
+            # All bases: sharding makes a subclass with another name.
             kinds, owner, key = {base.__name__ for base in type(module).__mro__}, module, name
             if isinstance(module, nn.Linear):
                 owner, key = model.get_submodule(parent), own_name
@@ -82,7 +82,7 @@ def muon_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict]:
 
 def _blocks(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
     """Names inside `module` -> row counts of the matrices that repeat down the rows of that parameter's weight."""
-    # By what they have and not by class: a folder's remote code is a second copy of the class.
+    # Recognised by their attributes and not by class: a folder's remote code is a second copy of the class.
     if hasattr(module, "A_log"):
         return dict.fromkeys(("q_proj", "k_proj", "v_proj"), (module.head_dim,))
     if hasattr(module, "kv_b_proj"):
@@ -100,8 +100,8 @@ class PerHeadMuon(torch.optim.Optimizer):
     """Muon for the matrices and AdamW for the rest, as one optimizer that schedulers and `Trainer` can drive.
 
     Args:
-        groups: of `muon_groups(model)`.
-        lr: of both; the update of a matrix is scaled to the size of AdamW's (arXiv 2502.16982, eq. 4).
+        groups: those of `muon_groups(model)`.
+        lr: of both algorithms; the update of a matrix is scaled to the size of AdamW's (arXiv 2502.16982, eq. 4).
         momentum: of Muon, with Nesterov's look-ahead.
         betas, eps: of AdamW.
         ns_steps: Newton-Schulz iterations.
@@ -145,7 +145,7 @@ class PerHeadMuon(torch.optim.Optimizer):
                     for start in range(0, len(parameters), at_once):
                         self._update(parameters[start : start + at_once], group)
         if self._adamw is not None:
-            # One state and one list of groups: loading a state_dict puts new ones into `self`.
+            # Both optimizers share one state and one list of groups: loading a state_dict puts new ones into `self`.
             self._adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
             self._adamw.state = self.state
             self._adamw.step()
@@ -158,7 +158,7 @@ class PerHeadMuon(torch.optim.Optimizer):
         return state["momentum_buffer"]
 
     def _update(self, parameters, group):
-        """Parameters of one shape, their matrices in one batch: a small model on a GPU waits for launches."""
+        """Update parameters of one shape, their matrices in one batch: on a GPU a small model waits for launches."""
         lr, grads = group["lr"], [parameter.grad for parameter in parameters]
         momenta = [self._momentum(parameter) for parameter in parameters]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
@@ -214,7 +214,7 @@ class QKClip:
         q_nope, k_nope *= sqrt(gamma)        q_rope *= gamma        (the shared k_rope belongs to all heads)
 
     Measuring costs one more product of queries and keys a training forward. Recomputation under gradient checkpointing,
-    evaluation and forwards that go on from a cache are not measured; training forwards inside `context_parallel` and
+    evaluation and forwards that continue a cache are not measured; training forwards inside `context_parallel` and
     weights that are cut over processes are refused (ValueError).
 
     Args:
@@ -222,7 +222,7 @@ class QKClip:
         threshold: tau.
     """
 
-    ROWS = 512  # queries at a time: [B, H, ROWS, T] logits are all that is in memory
+    ROWS = 512  # queries at a time: only [B, H, ROWS, T] logits are in memory at once
 
     def __init__(self, model: nn.Module, threshold: float = 100.0):
         self.threshold = threshold
@@ -255,7 +255,7 @@ class QKClip:
         @torch.no_grad()
         def measure(module, args, kwargs, output):
             recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass
-            # a forward that goes on from a cache has keys of earlier tokens, or folds them into the query
+            # a forward that continues a cache has keys of earlier tokens, or folds them into the query
             whole = "key_value" in seen and seen["key_value"].shape[1] == seen["query"].shape[1]
             if module.training and kwargs.get("context") is not None:
                 raise ValueError("QK-clip measures whole rows, and these are cut over processes (context_parallel)")
@@ -304,7 +304,7 @@ class QKClip:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)
         for layer, largest in zip(self.layers, self._largest, strict=True):
-            # of a head without positive logits nothing is to be shrunk, whatever the sign of its largest one
+            # a head without positive logits has nothing to shrink
             gamma = (self.threshold / largest.clamp(min=self.threshold)).to(layer.kv_b_proj.weight.device)
             query = _query_projection(layer).weight.view(layer.num_heads, layer.qk_dim, -1)
             key_value = layer.kv_b_proj.weight.view(layer.num_heads, layer.nope_dim + layer.v_dim, -1)

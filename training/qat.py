@@ -1,7 +1,7 @@
 """Quantisation-aware training of the routed experts: MXFP4 weights and MXFP8 activations, straight through.
 
 The Kimi K3 report (p. 12, 14) trains with both from supervised fine-tuning on; attention, latent projections, shared
-experts and routers stay as they are. The forward sees rounded values, the backward passes the rounding by, and the
+experts and routers stay as they are. The forward sees rounded values, the backward ignores the rounding, and the
 optimizer moves the unrounded weights.
 """
 
@@ -38,7 +38,7 @@ def mxfp8(x: torch.Tensor) -> torch.Tensor:
     """Every activation [..., K] as its MXFP8 value (OCP Microscaling 1.0, section 6.3: E4M3, a power of two for 32).
 
     Raises:
-        ValueError: if K is no multiple of 32.
+        ValueError: if K is not a multiple of 32.
     """
     if x.shape[-1] % GROUP:
         raise ValueError(f"the last dimension ({x.shape[-1]}) must be a multiple of {GROUP}")
@@ -72,7 +72,7 @@ def start_qat(model: nn.Module, activations: bool = True) -> nn.Module:
 
     Args:
         model: a Kimi K3 model with floating-point experts.
-        activations: round the rows that enter the experts' products to MXFP8 too.
+        activations: also round the rows that enter the experts' products, to MXFP8.
 
     Returns:
         the model.
@@ -96,7 +96,7 @@ def start_qat(model: nn.Module, activations: bool = True) -> nn.Module:
 
 @torch.no_grad()
 def finish_qat(model: nn.Module) -> nn.Module:
-    """Put the rounded weights in the place of the trained ones, and leave the forward as it was before `start_qat`.
+    """Replace the trained weights by the rounded ones, and restore the forward as it was before `start_qat`.
 
     The result is exact in MXFP4: quantising it for a packed checkpoint changes no value.
     """

@@ -1,4 +1,4 @@
-"""The state of a run in a file, from which it goes on after a kill."""
+"""The state of a run in a file, from which the run continues after a kill."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 
 
 def save_state(state: dict, file: Path) -> None:
-    """Write the file whole or not at all: a kill in between leaves the last state."""
+    """Write the file whole or not at all: a kill in between leaves the previous state."""
     new = file.with_suffix(".new")
     torch.save(state, new)
     os.replace(new, file)

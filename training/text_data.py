@@ -1,8 +1,8 @@
 """Local text as packed rows: files -> documents -> token ids -> rows of whole documents, streamed.
 
-A row holds documents end to end, no padding, and says where each starts, so that the model keeps them apart exactly.
-The position in the stream is two numbers and what is left over from the last document: a run that was killed continues
-with the row it would have seen.
+A row holds documents end to end, without padding, and says where each starts, so that the model keeps them apart
+exactly. The position in the stream is two numbers and the rest of the last document: a run that was killed continues
+with the row that it would have seen.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ FORMATS = {
     ".jsonl": ("json", {}),
     ".parquet": ("parquet", {}),
 }
-SHUFFLED = 10_000  # documents that are shuffled at a time
+SHUFFLED = 10_000  # documents that are shuffled together
 
 
 class DataError(ValueError):
@@ -28,7 +28,7 @@ class DataError(ValueError):
 
 @contextlib.contextmanager
 def _readable():
-    """What `datasets` raises for a file that is not what its name says, in one sentence; the kinds of error vary."""
+    """Turns what `datasets` raises for a file that is not what its name says into one sentence; error types vary."""
     try:
         yield
     except Exception as error:
@@ -45,7 +45,7 @@ class PackedRows:
         context: tokens in a row, at most; at least 2.
         vocab_size: of the model; a token id outside is an error.
         seed: of the order.
-        split_long: cut documents longer than `context` into pieces instead of refusing them.
+        split_long: cut documents that are longer than `context` into pieces instead of refusing them.
     """
 
     def __init__(self, files: list[Path], tokenizer, context: int, vocab_size: int, seed: int, split_long: bool):
@@ -83,7 +83,7 @@ class PackedRows:
             if self._documents is None:
                 self.stream.set_epoch(self.epoch)
                 self._documents = iter(self.stream)
-                for _ in range(self.taken):  # of a run that continues; `skip` would not follow the shuffled order
+                for _ in range(self.taken):  # for a run that continues; `skip` would not follow the shuffled order
                     if next(self._documents, None) is None:
                         raise DataError(f"the data files have changed: the run has read {self.taken} documents of them")
             with _readable():
@@ -97,7 +97,7 @@ class PackedRows:
         raise DataError("the data files hold no documents")
 
     def _next_pieces(self):
-        """Token ids of the next document with something to predict, in pieces that fit into a row."""
+        """Token ids of the next document that has a token to predict, in pieces that fit into a row."""
         started = self.epoch
         while True:
             ids = self.tokenizer(self._next_text(), verbose=False).input_ids

@@ -31,7 +31,7 @@ MAX_GRAD_NORM = 1.0
 
 @dataclasses.dataclass
 class TextRun:
-    """What a run is made of; a run can only be continued with the same values, or with `split_long` added.
+    """The parameters of a run, which can only be continued with the same ones, or with `split_long` added.
 
     Attributes:
         files: the training data (see `PackedRows`).
@@ -59,14 +59,14 @@ class TextRun:
 
 
 class TextTraining:
-    """A run on one device: `train()` does the steps that are left.
+    """A run on one device: `train()` does the remaining steps.
 
     Args:
         model: float32 parameters; bfloat16 compute on a GPU.
         tokenizer: of transformers.
-        run: what to do.
+        run: its parameters.
         folder: the run folder; a state in it is continued.
-        save_every: steps between two states.
+        save_every: steps between two saved states.
     """
 
     def __init__(self, model: KimiK3ForCausalLM, tokenizer, run: TextRun, folder: Path, save_every: int):
@@ -85,13 +85,13 @@ class TextTraining:
         if self.state_file.exists():
             self._load()
         elif self.log_file.exists():
-            self.log_file.unlink()  # of a run that was killed before its first state
+            self.log_file.unlink()  # left by a run that was killed before its first state
 
     def train(self) -> None:
-        """Do the steps that are left, then save the model.
+        """Do the remaining steps, then save the model.
 
         Raises:
-            FloatingPointError: for a loss or gradient that is not finite; the last state stays as it was.
+            FloatingPointError: for a loss or gradient that is not finite; the last saved state stays as it is.
         """
         self.model.train()
         bar = tqdm(total=self.run.steps, initial=self.step, desc="train", unit="step", mininterval=1.0)
@@ -155,7 +155,7 @@ class TextTraining:
     def _load(self):
         try:
             state = torch.load(self.state_file, map_location=self.model.device, weights_only=True)
-        except Exception as error:  # torch raises many kinds for a file that is not what it wrote
+        except Exception as error:  # torch raises many types of error for a file that it did not write
             raise DataError(f"{self.state_file} is damaged: remove it to start the run again") from error
         before, now = state["run"], dataclasses.asdict(self.run)
         if self.run.split_long:  # a run that stopped at a long document may go on: it has met none before
@@ -167,7 +167,7 @@ class TextTraining:
         self.optimizer.load_state_dict(state["optimizer"])
         self.data.load_state_dict(state["data"])
         self.step, self.tokens = state["step"], state["tokens"]
-        # Lines of steps after the saved state are about to be written again; the last may be cut off by the kill.
+        # Steps after the saved state will write their lines again; the kill may have cut off the last line.
         lines = self.log_file.read_text().splitlines()[: self.step] if self.log_file.exists() else []
         self.log_file.write_text("".join(f"{line}\n" for line in lines))
 

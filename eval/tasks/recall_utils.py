@@ -9,11 +9,11 @@ from kimi_k3.eval import TASKS, Plan, Tokens, open_haystack, parse_length
 
 
 def documents(task, pretrained=None, tokenizer=None, length=4096, samples=10, depths=5, seed=0, haystack="repeat", **_):
-    """{"test": documents} of one task; the harness passes its model arguments and what stands in `--metadata`.
+    """{"test": documents} of one task; the harness passes its model arguments and those of `--metadata`.
 
     Args:
         task: name in `TASKS`.
-        pretrained, tokenizer: folder with the tokenizer, the latter first.
+        pretrained, tokenizer: folder with the tokenizer; `tokenizer` goes first.
         length: tokens of a prompt, a number or "4k".
         samples, depths, seed: as in `Plan`.
         haystack: "repeat", "noise" or the path of a text file.

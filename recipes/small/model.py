@@ -27,7 +27,7 @@ def small_config(tokenizer, **changes):
             "full_attn_layers": [4, 8],
             "kda_layers": [1, 2, 3, 5, 6, 7],
             "head_dim": 64,
-            "num_heads": 4,  # as many as MLA has: llama.cpp knows one number of heads
+            "num_heads": 4,  # the same as MLA's: llama.cpp knows one number of heads
             "short_conv_kernel_size": 4,
             "use_full_rank_gate": True,
             "gate_lower_bound": -5.0,

@@ -7,12 +7,12 @@
 What happens in a run:
 
 * A third of the windows is plain text, the others are recall episodes (episodes.py): only answers count there.
-* Windows grow from 256 to 8192 tokens in the stages of `STAGES`, always as many tokens in a step: what is bound to what
+* Windows grow from 256 to 8192 tokens in the stages of `STAGES`, with the same number of tokens in every step: binding
   is learned where facts and questions are dense and near, and stretched from there.
 * Per-head Muon, a constant rate that then falls linearly, float32 weights and bfloat16 compute on a GPU. Router balance
   by Quantile Balancing. From `ROUNDED_FROM` on routed experts are rounded to MXFP4 in the forward pass.
 * Everything follows from the share of the run that is done: of `--steps`, or of the seconds that `--time-limit` leaves
-  after the start and before the last measurements. So every stage is reached, however fast the machine is.
+  between the start and the last measurements. So every stage is reached, however fast the machine is.
 * State is saved every minute into `--run`. The same command continues a run that was stopped: with `--steps` on the
   same curve, with `--time-limit` for the training seconds that were left.
 * At the end the experts are packed to MXFP4, the rest is rounded to bfloat16, the folder is saved, loaded again and
@@ -112,7 +112,7 @@ class Trainee:
         return {
             "loss": loss,
             "text_loss": text_loss / texts if texts else None,
-            "answer_loss": answer_loss / answers if answers else None,  # a batch without a question
+            "answer_loss": answer_loss / answers if answers else None,  # of a batch without a question
             "answer_accuracy": right / answers if answers else None,
             "grad_norm": norm,
             "worst_load": self.balancer.step().max().item(),
@@ -163,7 +163,7 @@ class Run:
         lines = []
         if self.path.exists():
             self.progress = self.trainee.load(self.path)
-            # Lines that were logged after the state was saved are about to be logged again.
+            # Steps after the saved state will log their lines again.
             lines = [line for line in self.log.read_text().splitlines() if json.loads(line)["step"] < self.step]
         else:
             if options.device.type == "cuda":
@@ -334,7 +334,7 @@ def draw_curves(log, path):
 
 
 def finish(run, options, tokenizer, held_out):
-    """Saves the checkpoint, then measures what was trained and what was saved, writing the report after each part."""
+    """Saves the checkpoint, then measures the trained model and the saved one; writes the report after each part."""
     saved_model = export(run.trainee.weights.state(), tokenizer, options)
     write_sample(options)
     device = torch.cuda.get_device_name() if options.device.type == "cuda" else platform.processor() or "CPU"
@@ -380,7 +380,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--steps", type=int, help="optimizer steps; or give --time-limit")
     parser.add_argument("--time-limit", type=float, help="seconds for everything, where nothing stops the run")
     parser.add_argument("--reserve", type=float, default=90, help="seconds of it for the end (default: %(default)s)")
-    parser.add_argument("--stop-after", type=float, help="save and stop after so many seconds; run again to continue")
+    parser.add_argument("--stop-after", type=float, help="seconds after which to save and stop; run again to continue")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
