@@ -83,7 +83,7 @@ def main():
             return seconds, ids, logits, done
 
         cache = PrefixCache(model, 4 << 30, folder=folder, disk_bytes=4 << 30)
-        turn = cache.generate(prompt, max_new_tokens=ANSWER, do_sample=False)
+        turn, _ = cache.generate(prompt, max_new_tokens=ANSWER, do_sample=False)
         cache.flush()
         second_turn(cache)  # first-call costs of a hit
         for _ in range(options.repeats):

@@ -145,8 +145,7 @@ class Engine:
             torch.manual_seed(job.seed)
         # top_k=0 switches off the cut at 50 that generation defaults carry
         sampling = {"temperature": job.temperature, "top_p": job.top_p, "top_k": 0} if job.temperature > 0 else {}
-        before = self.cache.stats()["hit_tokens"]
-        output = self.cache.generate(
+        output, prefilled = self.cache.generate(
             torch.tensor([job.ids], device=self.cache.model.device),
             max_new_tokens=job.max_tokens,
             do_sample=job.temperature > 0,
@@ -154,7 +153,7 @@ class Engine:
             stopping_criteria=[_Interrupted(job, text, self._aborting)],
             **sampling,
         )
-        job.cached = self.cache.stats()["hit_tokens"] - before
+        job.cached = prefilled.hit
         ended = self._end_tokens()
         if text.stopped or int(output[0, -1]) in ended:
             job.finish = "stop"

@@ -6,7 +6,7 @@ in any case, to give the first logits), at the end of a turn, and where a text w
 `prefix_index.py` says why a hit is exact to the last bit.
 
     cache = PrefixCache(model, device_bytes=8 << 30, folder="prefixes", disk_bytes=100 << 30)
-    output = cache.generate(input_ids, max_new_tokens=100)
+    output, done = cache.generate(input_ids, max_new_tokens=100)  # done.hit tokens were restored
 """
 
 import functools
@@ -143,8 +143,9 @@ class PrefixCache:
         done.splits.append(input_ids.shape[1])
         return logits, done
 
-    def generate(self, input_ids: torch.Tensor, **kwargs):
-        """`model.generate(input_ids [1, T], ...)`; the prompt and the finished turn are kept.
+    def generate(self, input_ids: torch.Tensor, **kwargs) -> tuple:
+        """What `model.generate(input_ids [1, T], ...)` returns, and the cache behind it, `hit` tokens of which were
+        restored; the prompt and the finished turn are kept.
 
         Raises:
             ValueError: also for what cannot continue one kept state: beams, several sequences, drafts, padding, or a
@@ -168,7 +169,7 @@ class PrefixCache:
             )
             ids = output if isinstance(output, torch.Tensor) else output.sequences
             self._keep_turn(done, ids[0].tolist())
-        return output
+        return output, done
 
     def prefetch(self, input_ids: torch.Tensor) -> Future:
         """Bring the prefix that `prefill` would use up to the device, in a thread, while something else computes."""

@@ -72,7 +72,7 @@ def replay(cache: PrefixCache, sessions: list[Session], concurrency: int, turns:
             new -= session.shared if at == 0 else 0
             ids = [*user["ids"], *text(f"{session.session} {at}", new)]
             first, asked = FirstToken(), time.perf_counter()
-            answer = cache.generate(
+            answer, _ = cache.generate(
                 torch.tensor([ids], device=model.device),
                 max_new_tokens=output,
                 min_new_tokens=output,

@@ -205,12 +205,13 @@ def test_checkpoints_of_every_family(data_dir, tmp_path, folder):
 def test_generate_keeps_turns():
     """Two turns through the cache give the greedy text of plain generate, and the second starts behind the first."""
     cache, prompt = make(), row(tokens(20))
-    first = cache.generate(prompt, max_new_tokens=12, do_sample=False)
+    first, one = cache.generate(prompt, max_new_tokens=12, do_sample=False)
     assert torch.equal(first, MODEL.generate(prompt, max_new_tokens=12, do_sample=False))
     follow = torch.cat([first, row(tokens(7, 5))], dim=1)
-    second = cache.generate(follow, max_new_tokens=12, do_sample=False)
+    second, two = cache.generate(follow, max_new_tokens=12, do_sample=False)
     assert torch.equal(second, MODEL.generate(follow, max_new_tokens=12, do_sample=False))
-    assert cache.stats()["hit_tokens"] == 31  # 20 + 12, without the last one, which was never fed
+    assert (one.hit, two.hit) == (0, 31)  # 20 + 12, without the last one, which was never fed
+    assert cache.stats()["hit_tokens"] == 31
     assert check(cache, follow[0].tolist()) > 0
 
 
@@ -500,7 +501,7 @@ def test_a_blocked_disk_delays_no_token(disk, writes):
     cache = make(**disk)
     writes.gate.clear()
     assert check(cache, tokens(30)) == 0
-    text = cache.generate(row(tokens(30)), max_new_tokens=8, do_sample=False)
+    text, _ = cache.generate(row(tokens(30)), max_new_tokens=8, do_sample=False)
     assert check(cache, [*text[0].tolist(), 3]) == 37  # nothing is on the disk, all of it is served
     assert cache.disk.written_bytes == 0
     writes.gate.set()
@@ -625,7 +626,7 @@ def test_a_closed_cache_says_so(disk, options, write_through):
     """Before anything runs; what runs while another thread closes it ends. Closing and flushing again do nothing."""
     cache = make(**(disk if options is None else options), write_through=write_through)
     at_two = at_step(32, cache.close)
-    text = cache.generate(row(tokens(30)), max_new_tokens=5, stopping_criteria=at_two, do_sample=False)
+    text, _ = cache.generate(row(tokens(30)), max_new_tokens=5, stopping_criteria=at_two, do_sample=False)
     assert torch.equal(text, MODEL.generate(row(tokens(30)), max_new_tokens=5, do_sample=False))
     cache.flush()
     cache.close()
@@ -743,7 +744,7 @@ class Histories(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99), new=st.integers(1, 6))
     def turn(self, which, new):
         text = self.texts[which % len(self.texts)]
-        output = self.cache.generate(row(text), max_new_tokens=new, do_sample=False)
+        output, _ = self.cache.generate(row(text), max_new_tokens=new, do_sample=False)
         self.texts.append(output[0].tolist())
         check(self.cache, self.texts[-1])
 
