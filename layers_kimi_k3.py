@@ -129,7 +129,7 @@ class KimiK3DeltaAttention(nn.Module):
     ):
         """[B, T, hidden] -> [B, T, hidden]; reads and advances the layer's state in `cache`.
 
-        `context` knows the tokens before these where they lie on other processes (`context_parallel.py`).
+        `context` knows the tokens before these where they lie on other processes (`parallel/context.py`).
         """
         convolve, recur = short_conv.short_convs, kda.fused_kda
         if context is not None:
@@ -244,7 +244,7 @@ class KimiK3MLAttention(nn.Module):
 
         With `need_weights` the attention runs eagerly, whatever implementation is set: the fused ones have none.
         `in_blocks` says that causality is all there is to mask, and bounds the memory (`kernels/mla_prefill.py`).
-        `context` reaches the tokens on other processes (`context_parallel.py`).
+        `context` reaches the tokens on other processes (`parallel/context.py`).
         """
         rows, columns, _ = hidden_states.shape
         ragged = (

@@ -7,7 +7,7 @@ The state after a part is an affine function of the state before it, so a part i
 Forward: Phi and S^ go to whoever holds the parts behind, the entry state comes back, and the outputs are those of the
 exact entry state. Backward: the gradient of the entry state is dS_entry = Phi^T dS_end + (what the outputs of the part
 give), so the parts behind send the latter, the gradient of the end state comes back, and all other gradients follow
-from it. Phi needs no gradient of its own. Who sends what to whom is up to the `exchange` (`context_parallel.py`).
+from it. Phi needs no gradient of its own. Who sends what to whom is up to the `exchange` (`parallel/context.py`).
 """
 
 import torch
