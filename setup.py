@@ -72,5 +72,5 @@ setup(
         ],
     },
     cmdclass={"build_py": BuildPackage},
-    entry_points={"console_scripts": ["kimi-k3 = kimi_k3.cli.main:main"]},
+    entry_points={"console_scripts": ["kimi-k3 = kimi_k3.__main__:main"]},
 )

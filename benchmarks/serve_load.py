@@ -56,7 +56,7 @@ def main():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    start = "import sys; from kimi_k3.cli.main import main; sys.exit(main())"
+    start = "import sys; from kimi_k3.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", start, "serve", str(SMALL), "--port", str(port), "--device-bytes", "20M"]
     server = subprocess.Popen([*command, "--device", "cpu", "--dtype", "float32"])
     address = f"http://127.0.0.1:{port}"

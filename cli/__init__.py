@@ -1,1 +1,1 @@
-"""The command line `kimi-k3`. Imports nothing: each package's commands import `common`, and `main` imports them."""
+"""What the commands of `kimi-k3` share, and `generate`. `__main__` of the package names all commands."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kimi_k3.cli.main import main
+from kimi_k3.__main__ import main
 from kimi_k3.conversion import ConversionError, Target, convert
 from kimi_k3.conversion import run as run_module
 from kimi_k3.conversion.inventory import take_inventory

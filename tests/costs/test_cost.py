@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3Config, KimiK3ForCausalLM, KimiK3TextConfig
-from kimi_k3.cli import main as cli
+from kimi_k3 import __main__ as cli
 from kimi_k3.costs import formulas
 from kimi_k3.costs.report import cost_of, read_cost
 

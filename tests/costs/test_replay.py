@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_k3 import KimiK3ForCausalLM
-from kimi_k3.cli import main as cli
+from kimi_k3 import __main__ as cli
 from kimi_k3.costs import formulas, trace
 from kimi_k3.costs.report import read_cost
 from kimi_k3.costs.simulation import Simulation

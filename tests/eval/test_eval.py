@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import kimi_k3
-from kimi_k3.cli import main as cli
+from kimi_k3 import __main__ as cli
 from kimi_k3.eval import (
     TASKS,
     EndpointReader,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3TextConfig
-from kimi_k3.cli import main as cli
+from kimi_k3 import __main__ as cli
 from kimi_k3.eval import EvalError
 from kimi_k3.eval.cost import FULL, HYBRID, CostPlan, _static, full_attention, measure, random_model
 from kimi_k3.eval.memory import PeakMemory

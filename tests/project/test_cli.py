@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig, demo
+from kimi_k3 import __main__ as cli
 from kimi_k3.cli import common, generate
-from kimi_k3.cli import main as cli
 
 POSITIONS = 640
 

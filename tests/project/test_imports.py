@@ -18,8 +18,7 @@ import kimi_k3
 ROOT = Path(kimi_k3.__file__).parent
 
 # From the bottom up. Imports go to layers below, or within one layer as long as that makes no circle. Every file of the
-# root and every folder is one unit; `cli.main` (with `__main__`) is one of its own, because the packages' commands
-# import `cli.common`, and it imports them.
+# root and every folder is one unit.
 LAYERS = (
     ("kernels",),
     ("*_kimi_k3",),
@@ -27,7 +26,7 @@ LAYERS = (
     ("cli",),
     ("parallel", "costs", "conversion", "eval", "training"),
     ("serving", "speculative"),
-    ("cli.main",),
+    ("__main__",),
 )
 FOLDERS = {"kernels", "cli", "parallel", "costs", "conversion", "eval", "training", "serving", "speculative"}
 # What uses the package from outside, by its absolute name.
@@ -45,8 +44,6 @@ def sources(root: Path) -> list[Path]:
 
 def unit_of(module: tuple[str, ...]) -> str:
     """("eval", "suite") -> "eval"; () and ("__init__",) -> "kimi_k3"."""
-    if module[:1] == ("cli",) and module[1:] in (("main",), ("__main__",)):
-        return "cli.main"
     return module[0] if module and module != ("__init__",) else "kimi_k3"
 
 
@@ -140,7 +137,7 @@ def test_every_file_of_the_package_is_looked_at():
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and any(path.glob("*.py"))}
     assert folders - OUTSIDE - {"build"} == FOLDERS
     looked_at = {str(file.relative_to(ROOT)) for file in sources(ROOT)}
-    assert {"__init__.py", "modeling_kimi_k3.py", "kernels/kda.py", "eval/suite.py", "cli/__main__.py"} <= looked_at
+    assert {"__init__.py", "modeling_kimi_k3.py", "kernels/kda.py", "eval/suite.py", "__main__.py"} <= looked_at
     seen = {name for _, inside, name in imported(ROOT, ROOT / "serving" / "commands.py") if inside}
     assert {("cli", "common"), ("costs", "curves"), ("serving", "server")} <= seen  # two of them in functions
 
@@ -157,7 +154,7 @@ def test_every_file_of_the_package_is_looked_at():
             "cache_kimi_k3.py", "import importlib\nimportlib.import_module(f'.layers_{1}', __package__)", "layers_",
             id="by importlib",
         ),
-        pytest.param("cli/common.py", "from .main import x", "lies above cli", id="entry"),
+        pytest.param("cli/common.py", "from ..__main__ import x", "lies above cli", id="entry"),
         pytest.param("eval/suite.py", "from ..recipes.small import x", "recipes, which is in no layer", id="recipe"),
         pytest.param("eval/suite.py", "import tests.conftest", "outside of the package", id="tests"),
         pytest.param("eval/suite.py", "import kimi_k3.eval", "are relative", id="absolute"),
@@ -173,7 +170,7 @@ def test_each_fault_is_found(file, line, fault, tmp_path):
         "layers_kimi_k3.py": "from .cache_kimi_k3 import x\nfrom .kernels.kda import x",
         "kernels/kda.py": "import triton",
         "cli/common.py": "from .. import x",
-        "cli/main.py": "from ..eval.suite import x\nfrom . import common",
+        "__main__.py": "from .eval.suite import x\nfrom .cli import common",
         "costs/formulas.py": "from ..eval.suite import x",
         "eval/suite.py": "from .words import x\nfrom ..cli.common import x",
         "eval/words.py": "",

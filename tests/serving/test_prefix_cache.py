@@ -30,8 +30,8 @@ from peft import LoraConfig, get_peft_model
 import kimi_k3
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
+from kimi_k3 import __main__ as cli
 from kimi_k3.cache_layers_kimi_k3 import LatentCacheLayer
-from kimi_k3.cli import main as cli
 from kimi_k3.serving import prefix_cache, tiers
 from kimi_k3.serving.prefix_cache import PrefixCache
 from kimi_k3.training import lora_targets

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
 from kimi_k3 import KimiK3ForCausalLM
-from kimi_k3.cli import main as cli
+from kimi_k3 import __main__ as cli
 from kimi_k3.serving.prefix_cache import PrefixCache
 from kimi_k3.serving.server import Limits, build_app
 

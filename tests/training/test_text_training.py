@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
-from kimi_k3.cli import main as cli
+from kimi_k3 import __main__ as cli
 from kimi_k3.kernels.cross_entropy import chunked_cross_entropy
 from kimi_k3.training import text_run
 from kimi_k3.training.text_data import DataError, PackedRows
@@ -219,7 +219,7 @@ def test_two_runs_are_equal(finished, checkpoint, data, tmp_path):
 def test_a_killed_run_continues_on_the_same_curve(finished, checkpoint, data, tmp_path):
     """SIGKILL at whatever step it is at, twice; then to the end."""
     more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--save-every", "4"]
-    command = [sys.executable, "-P", "-c", "import sys; from kimi_k3.cli.main import main; sys.exit(main())"]
+    command = [sys.executable, "-P", "-c", "import sys; from kimi_k3.__main__ import main; sys.exit(main())"]
     command += arguments(checkpoint, data / "text.jsonl", tmp_path / "run", *more)
     log = tmp_path / "run" / "metrics.jsonl"
     for lines in (6, 15):

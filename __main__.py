@@ -1,17 +1,19 @@
-"""Command line of the package: `kimi-k3 COMMAND ...`.
+"""Command line of the package: `kimi-k3 COMMAND ...`, or `python -m kimi_k3 COMMAND ...`.
 
 A subcommand is two functions, one that declares its arguments and one that runs it, in the `COMMANDS` of the package
 whose work it is. Input that cannot work ends in one sentence on stderr and exit code 2, as early as possible: before
 the weights are read wherever the configuration and the tokenizer are enough to tell.
 """
 
-from ..conversion.commands import COMMANDS as CONVERSION_COMMANDS
-from ..costs.commands import COMMANDS as COSTS_COMMANDS
-from ..eval.commands import COMMANDS as EVAL_COMMANDS
-from ..serving.commands import COMMANDS as SERVING_COMMANDS
-from ..training.commands import COMMANDS as TRAINING_COMMANDS
-from .common import Parser, run_or_explain
-from .generate import COMMANDS as GENERATE_COMMANDS
+import sys
+
+from .cli.common import Parser, run_or_explain
+from .cli.generate import COMMANDS as GENERATE_COMMANDS
+from .conversion.commands import COMMANDS as CONVERSION_COMMANDS
+from .costs.commands import COMMANDS as COSTS_COMMANDS
+from .eval.commands import COMMANDS as EVAL_COMMANDS
+from .serving.commands import COMMANDS as SERVING_COMMANDS
+from .training.commands import COMMANDS as TRAINING_COMMANDS
 
 # name: (help, declares the arguments, runs)
 COMMANDS = {
@@ -31,3 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         add_arguments(commands.add_parser(name, help=summary, description=summary.capitalize() + "."))
     args = parser.parse_args(argv)
     return run_or_explain(f"{parser.prog} {args.command}", COMMANDS[args.command][2], args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
