@@ -1,8 +1,11 @@
 """Filler that the facts are hidden in: random sentences, one repeated line, or a user's own text files."""
 
 import hashlib
+import itertools
 import random
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from .sizing import EvalError, Tokens
@@ -14,63 +17,67 @@ _LONGEST = 400  # characters of a unit: a longer stretch without a full stop is 
 _SENTENCE = re.compile(r"\S.*?(?:[.!?][\"')\]]*\s+|\Z)", re.DOTALL)
 
 
+@dataclass(frozen=True)
 class Haystack:
     """Where units of filler come from.
 
     Attributes:
         name: "repeat", "noise", or "text-" with a hash of the files.
         separator: what a unit ends with, which facts that are put in between have to end with as well.
+        start: rng -> the units of one text, without end.
     """
 
-    def __init__(self, name: str, separator: str, sentences: list[str] | None = None):
-        self.name, self.separator, self._sentences = name, separator, sentences
+    name: str
+    separator: str
+    start: Callable[[random.Random], Iterator[str]]
 
-    def stream(self, rng: random.Random) -> "Stream":
-        return Stream(self, rng)
+    def units(self, rng: random.Random) -> Callable[[int], list[str]]:
+        """Number -> the first so many units of one text."""
+        return growing(self.start(rng))
 
-    def unit(self, rng: random.Random, index: int, first: int) -> str:
-        if self.name == "repeat":
-            return REPEATED
-        if self._sentences is not None:
-            return self._sentences[(first + index) % len(self._sentences)]
+    def characters(self, rng: random.Random) -> Callable[[int], str]:
+        """Number of characters -> at least so many of one text, in whole units."""
+        units = self.units(rng)
+
+        def characters(count):
+            number = 1
+            while len(text := "".join(units(number))) < count:
+                number *= 2
+            return text
+
+        return characters
+
+
+def growing(items: Iterator) -> Callable[[int], list]:
+    """Number -> the first so many items: asked for more, it continues, and the earlier ones stay as they were."""
+    known = []
+
+    def first(count):
+        known.extend(itertools.islice(items, max(count - len(known), 0)))
+        return known[:count]
+
+    return first
+
+
+def _noise(rng):
+    while True:
         subject, object_ = rng.sample(NOUNS, 2)
         kinds = rng.sample(ADJECTIVES, 2)
-        return f"The {kinds[0]} {subject} {rng.choice(VERBS)} the {kinds[1]} {object_}. "
-
-
-class Stream:
-    """The units of one text: asked for more, it continues where it was, and the earlier ones stay as they were.
-
-    Text files start at a random sentence and begin again when they are used up.
-    """
-
-    def __init__(self, haystack: Haystack, rng: random.Random):
-        self._haystack, self._rng, self._units = haystack, rng, []
-        sentences = haystack._sentences
-        self._first = 0 if sentences is None else rng.randrange(len(sentences))
-
-    def units(self, count: int) -> list[str]:
-        while len(self._units) < count:
-            self._units.append(self._haystack.unit(self._rng, len(self._units), self._first))
-        return self._units[:count]
-
-    def characters(self, count: int) -> str:
-        units = 1
-        while len(text := "".join(self.units(units))) < count:
-            units *= 2
-        return text
+        yield f"The {kinds[0]} {subject} {rng.choice(VERBS)} the {kinds[1]} {object_}. "
 
 
 def open_haystack(names: list[str], tokens: Tokens) -> Haystack:
     """The haystack of `["noise"]`, `["repeat"]`, or the paths of UTF-8 text files.
 
+    A text made of files starts at a random sentence of theirs and begins again when they are used up.
+
     Raises:
         EvalError: for a file that cannot be read, holds no text, or spells out a control token.
     """
     if names == ["repeat"]:
-        return Haystack("repeat", "\n")
+        return Haystack("repeat", "\n", lambda rng: itertools.repeat(REPEATED))
     if names == ["noise"]:
-        return Haystack("noise", " ")
+        return Haystack("noise", " ", _noise)
     texts = []
     for name in names:
         path = Path(name)
@@ -89,7 +96,11 @@ def open_haystack(names: list[str], tokens: Tokens) -> Haystack:
         texts.append(text + " ")
     sentences = [part for match in _SENTENCE.finditer("".join(texts)) for part in _pieces(match.group())]
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    return Haystack(f"text-{digest[:12]}", " ", sentences)
+
+    def start(rng):
+        return itertools.islice(itertools.cycle(sentences), rng.randrange(len(sentences)), None)
+
+    return Haystack(f"text-{digest[:12]}", " ", start)
 
 
 def _pieces(sentence: str) -> list[str]:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .haystack import Haystack
+from .haystack import Haystack, growing
 from .sizing import Draft, EvalError, Prompt, Question, Tokens, TooShort, fewest_tokens, fit
 from .words import (
     ADJECTIVES,
@@ -22,6 +22,7 @@ from .words import (
     NOUNS,
     QUESTION,
     STATEMENTS,
+    different,
     distinct,
     invented,
 )
@@ -98,9 +99,9 @@ def _hidden(
     asked: Asked, head: str, facts: list[tuple[float, str]], questions: list[Question], values=(), units=None
 ) -> Draft:
     """A draft of filler with facts (depth, text) between its units; they and `values` may occur in it only once."""
-    lines = units or asked.haystack.stream(asked.rng).units
-    # A second stream, so that the end of the text does not depend on how far the first one was read.
-    filling = asked.haystack.stream(random.Random(asked.rng.random())).characters
+    lines = units or asked.haystack.units(asked.rng)
+    # An rng of its own, so that the end of the text does not depend on how many units were drawn.
+    filling = asked.haystack.characters(random.Random(asked.rng.random()))
     separator = "\n" if units else asked.haystack.separator
     facts = sorted(facts, key=lambda fact: fact[0])
 
@@ -127,7 +128,7 @@ def _uuid(rng):
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def _needles(keys=1, values=1, together=False, key=_word, kind="number", needle_haystack=False):
+def _needles(keys=1, values=1, together=False, key=_word, kind="number", needles_only=False):
     """RULER's needles: `values` numbers for each of `keys` keys, asked one key at a time or all `together`."""
     value = _number if kind == "number" else _uuid
 
@@ -140,55 +141,40 @@ def _needles(keys=1, values=1, together=False, key=_word, kind="number", needle_
             depths = [asked.depth]
         else:  # as RULER: distinct ones of 40 depths from the start to the end
             depths = [step / 39 for step in rng.sample(range(40), keys * values)]
-        pairs = [(name, number) for name in names for number in answers[name]]
-        depth_of = dict(zip(pairs, depths, strict=True))
-        facts = [(depth_of[pair], NEEDLE.format(kind=kind, key=pair[0], value=pair[1])) for pair in pairs]
+        depth_of = dict(zip(told, depths, strict=True))
+        facts = [(depth_of[v], NEEDLE.format(kind=kind, key=name, value=v)) for name in names for v in answers[name]]
         one = values == 1 and not together
+        article, many, verb, which = ("A", "", "is", "What is the") if one else ("Some", "s", "are", "What are all the")
 
         def question(asked_names):
             query = asked_names[0]
             if len(asked_names) > 1:
                 query = ", ".join(asked_names[:-1]) + ", and " + asked_names[-1]
-            many, verb, which = ("", "is", "What is the") if one else ("s", "are", "What are all the")
             tail = (
                 f"\n{which} special magic {kind}{many} for {query} mentioned in the provided text? "
                 f"The special magic {kind}{many} for {query} mentioned in the provided text {verb}"
             )
-            depth = depth_of[pairs[names.index(query)]] if one else None
-            return Question(tail, tuple(number for name in asked_names for number in answers[name]), depth)
+            expected = tuple(value for name in asked_names for value in answers[name])
+            return Question(tail, expected, depth_of[expected[0]] if one else None)
 
         questions = [question(names)] if together else [question([name]) for name in names]
         head = (
-            f"A special magic {kind} is hidden within the following text. Make sure to memorize it. "
-            f"I will quiz you about the {kind} afterwards.\n"
-            if one
-            else f"Some special magic {kind}s are hidden within the following text. Make sure to memorize it. "
-            f"I will quiz you about the {kind}s afterwards.\n"
+            f"{article} special magic {kind}{many} {verb} hidden within the following text. Make sure to memorize it. "
+            f"I will quiz you about the {kind}{many} afterwards.\n"
         )
-        lines = _needle_lines(rng, key, value, kind, set(names), set(told)) if needle_haystack else None
+        lines = growing(_needle_lines(rng, key, value, kind, names, told)) if needles_only else None
         return _hidden(asked, head, facts, questions, told, lines)
 
     return make
 
 
 def _needle_lines(rng, key, value, kind, keys, values):
-    """Filler of other needles, each with a new key and a new value."""
-    lines = []
-
-    def fresh(draw, seen):
-        if draw is _word and len(seen) >= 0.9 * len(ADJECTIVES) * len(NOUNS):
+    """Filler of other needles, each with a new key and a new value, without end."""
+    new_keys, new_values = different(lambda: key(rng), keys), different(lambda: value(rng), values)
+    for used, (name, number) in enumerate(zip(new_keys, new_values, strict=True), len(keys)):
+        if key is _word and used >= 0.9 * len(ADJECTIVES) * len(NOUNS):
             raise EvalError("multikey_lines runs out of different keys at this length: take multikey_uuid")
-        while (drawn := draw(rng)) in seen:
-            pass
-        seen.add(drawn)
-        return drawn
-
-    def units(count):
-        while len(lines) < count:
-            lines.append(NEEDLE.format(kind=kind, key=fresh(key, keys), value=fresh(value, values)) + "\n")
-        return lines[:count]
-
-    return units
+        yield NEEDLE.format(kind=kind, key=name, value=number) + "\n"
 
 
 def _tracking(asked: Asked) -> Draft:
@@ -215,14 +201,10 @@ def _common_words(asked: Asked) -> Draft:
     rng = asked.rng
     often, seldom = (30, 3) if asked.length >= 4096 else (6, 1)
     common = distinct(lambda: invented(rng), 10)
-    others, seen, order = [], set(common), rng.random()
+    others, order = growing(different(lambda: invented(rng), common)), rng.random()
 
     def build(count):
-        while len(others) < count:
-            if (word := invented(rng)) not in seen:
-                seen.add(word)
-                others.append(word)
-        words = common * often + others[:count] * seldom
+        words = common * often + others(count) * seldom
         random.Random(order).shuffle(words)
         return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1)) + " ", [Question(tail, tuple(common))]
 
@@ -234,7 +216,7 @@ def _common_words(asked: Asked) -> Draft:
         "\nQuestion: What are the 10 most common words in the above list? "
         "Answer: The top 10 words that appear most often in the list are:"
     )
-    return Draft(head, build, 10, asked.haystack.stream(rng).characters)
+    return Draft(head, build, 10, asked.haystack.characters(rng))
 
 
 def _frequent_words(asked: Asked) -> Draft:
@@ -259,7 +241,7 @@ def _frequent_words(asked: Asked) -> Draft:
         "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
         "appeared words are:"
     )
-    return Draft(head, build, 110, asked.haystack.stream(rng).characters)  # from 110 words on the fourth is rarer
+    return Draft(head, build, 110, asked.haystack.characters(rng))  # from 110 words on the fourth is rarer
 
 
 def _associative(asked: Asked) -> Draft:
@@ -268,21 +250,13 @@ def _associative(asked: Asked) -> Draft:
     keys = distinct(lambda: invented(rng), PAIRS_ASKED)
     pairs = {key: rng.choice(NOUNS) for key in keys}
     depths = [(i + 0.5) / PAIRS_ASKED for i in range(PAIRS_ASKED)]
-    seen, lines = set(keys), []
-
-    def units(count):
-        while len(lines) < count:
-            if (key := invented(rng)) not in seen:
-                seen.add(key)
-                lines.append(f"{key}: {rng.choice(NOUNS)}\n")
-        return lines[:count]
-
+    lines = (f"{key}: {rng.choice(NOUNS)}\n" for key in different(lambda: invented(rng), keys))
     questions = [
         Question(f"\nThe value of the key {key} is\n{key}:", (pairs[key],), depth)
         for key, depth in zip(keys, depths, strict=True)
     ]
     facts = [(depth, f"{key}: {pairs[key]}") for key, depth in zip(keys, depths, strict=True)]
-    return _hidden(asked, ASSOCIATIVE_HEAD, facts, questions, units=units)
+    return _hidden(asked, ASSOCIATIVE_HEAD, facts, questions, units=growing(lines))
 
 
 def _palindrome(asked: Asked) -> Draft:
@@ -321,7 +295,7 @@ def _stack(asked: Asked) -> Draft:
         return "".join(lines[:count]), questions
 
     head = f"Words are pushed on {STACKS} stacks and popped from them. Keep track of what lies on top.\n"
-    return Draft(head, build, 2 * STACKS, asked.haystack.stream(rng).characters)
+    return Draft(head, build, 2 * STACKS, asked.haystack.characters(rng))
 
 
 def _facts(told: int):
@@ -362,7 +336,7 @@ TASKS = {
         Task("multikey", _needles(keys=4), "four keys, each asked for", 1 / 9e6, 128, ruler="niah_multikey_1"),
         Task(
             "multikey_lines",
-            _needles(needle_haystack=True),
+            _needles(needles_only=True),
             "one key among nothing but other keys",
             1 / 9e6,
             128,
@@ -371,7 +345,7 @@ TASKS = {
         ),
         Task(
             "multikey_uuid",
-            _needles(key=_uuid, kind="uuid", needle_haystack=True),
+            _needles(key=_uuid, kind="uuid", needles_only=True),
             "one UUID among nothing but other UUIDs",
             0.0,
             128,

@@ -4,7 +4,9 @@ Two lists for names and answers, any number of invented words, and the sentences
 The small checkpoint was trained on the same sentences about other things (`recipes/small/episodes.py`).
 """
 
+import itertools
 import random
+from collections.abc import Callable, Iterable, Iterator
 
 ADJECTIVES = """
 able agile alert amber ample ancient aqua arctic ardent autumn azure balmy bare bashful beige big bitter black bland
@@ -84,9 +86,15 @@ def invented(rng: random.Random) -> str:
     return "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(3))
 
 
-def distinct(draw, count: int) -> list:
+def different(draw: Callable[[], str], seen: Iterable[str] = ()) -> Iterator[str]:
+    """Results of `draw()` without end, each of them new: it is not in `seen` and did not come before."""
+    seen = set(seen)
+    while True:
+        if (result := draw()) not in seen:
+            seen.add(result)
+            yield result
+
+
+def distinct(draw: Callable[[], str], count: int) -> list[str]:
     """`count` different results of `draw()`, in the order they came."""
-    results = {}
-    while len(results) < count:
-        results.setdefault(draw())
-    return list(results)
+    return list(itertools.islice(different(draw), count))
