@@ -318,49 +318,32 @@ def _facts(told: int):
     return make
 
 
+def _needle_task(name: str, about: str, ruler: str, keys: int = 1, values: int = 1, **options) -> Task:
+    """A task of RULER's needles: one needle alone lies at the plan's depths; a number can be guessed, a UUID cannot."""
+    chance = 0.0 if options.get("kind") == "uuid" else 1 / 9e6
+    make = _needles(keys, values, **options)
+    return Task(name, make, about, chance, 128, by_depth=keys * values == 1, ruler=f"niah_{ruler}")
+
+
 _WORD_CHANCE = 1 / len(NOUNS)
 
 TASKS = {
     task.name: task
     for task in (
-        Task("single", _needles(), "one number in the text", 1 / 9e6, 128, by_depth=True, ruler="niah_single_1, _2"),
-        Task(
-            "single_uuid",
-            _needles(kind="uuid"),
-            "one UUID in the text",
-            0.0,
-            128,
-            by_depth=True,
-            ruler="niah_single_3",
-        ),
-        Task("multikey", _needles(keys=4), "four keys, each asked for", 1 / 9e6, 128, ruler="niah_multikey_1"),
-        Task(
-            "multikey_lines",
-            _needles(needles_only=True),
-            "one key among nothing but other keys",
-            1 / 9e6,
-            128,
-            by_depth=True,
-            ruler="niah_multikey_2",
-        ),
-        Task(
+        _needle_task("single", "one number in the text", "single_1, _2"),
+        _needle_task("single_uuid", "one UUID in the text", "single_3", kind="uuid"),
+        _needle_task("multikey", "four keys, each asked for", "multikey_1", keys=4),
+        _needle_task("multikey_lines", "one key among nothing but other keys", "multikey_2", needles_only=True),
+        _needle_task(
             "multikey_uuid",
-            _needles(key=_uuid, kind="uuid", needles_only=True),
             "one UUID among nothing but other UUIDs",
-            0.0,
-            128,
-            by_depth=True,
-            ruler="niah_multikey_3",
+            "multikey_3",
+            key=_uuid,
+            kind="uuid",
+            needles_only=True,
         ),
-        Task("multivalue", _needles(values=4), "one key with four values", 1 / 9e6, 128, ruler="niah_multivalue"),
-        Task(
-            "multiquery",
-            _needles(keys=4, together=True),
-            "four keys asked at once",
-            1 / 9e6,
-            128,
-            ruler="niah_multiquery",
-        ),
+        _needle_task("multivalue", "one key with four values", "multivalue", values=4),
+        _needle_task("multiquery", "four keys asked at once", "multiquery", keys=4, together=True),
         Task("tracking", _tracking, "a value along a chain of variables", 0.0, 30, ruler="vt"),
         Task("common_words", _common_words, "the ten most common words of a list", 0.0, 120, ruler="cwe"),
         Task("frequent_words", _frequent_words, "the three most frequent words", 0.0, 50, ruler="fwe"),
