@@ -47,12 +47,10 @@ def simulated_table(curves: dict[str, list[Result]]) -> str:
 
 def draw(curves: dict[str, list[Result]], knee: float, title: str, path: Path) -> None:
     """Throughput, hit rate and time to the first token against concurrency; a line where the budget runs out."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 3, figsize=(14, 4.2))
+    figure = Figure(figsize=(14, 4.2), layout="tight")
+    panels = figure.subplots(1, 3)
     shown = [
         ("output tokens/s", lambda r: r.output_rate),
         ("hit rate, % of input tokens", lambda r: 100 * r.hit_rate),
@@ -67,9 +65,7 @@ def draw(curves: dict[str, list[Result]], knee: float, title: str, path: Path) -
     panels[2].set_yscale("log")
     panels[0].legend(fontsize=8)
     figure.suptitle(title)
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def knee(cost: ModelCost, node: Node) -> float:

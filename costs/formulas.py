@@ -9,6 +9,7 @@ states written once); activations stay on chip in this model. The tests check ev
 
 import dataclasses
 import math
+import operator
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,8 +25,36 @@ def causal_pairs(tokens: int, past: int) -> int:
     return tokens * past + tokens * (tokens + 1) // 2
 
 
+class Layer:
+    """What a kind of layer has unless it says otherwise: weights of one dtype, all of which act on every token.
+
+    `matrices` are the matrix parameters that act on a token, `others` what is no matrix.
+    """
+
+    others = 0
+    grows = True  # its cache, with every token of a long context
+
+    @property
+    def weight_bytes(self) -> float:
+        return (self.matrices + self.others) * self.dtype_bytes
+
+    @property
+    def parts(self) -> dict[str, tuple[int, int, float]]:
+        """Name -> (parameters, those that act on a token, bytes)."""
+        count = self.matrices + self.others
+        return {self.kind: (count, count, self.weight_bytes)}
+
+    def read_bytes(self, tokens: int) -> float:
+        """Bytes of weights that a forward of `tokens` tokens reads."""
+        return self.weight_bytes
+
+    def decode_bytes(self, context: int) -> int:
+        """A decoding step reads the cache once; of absorbed MLA every latent for all heads."""
+        return self.cache_bytes(context)
+
+
 @dataclass(frozen=True)
-class KDA:
+class KDA(Layer):
     """One KDA layer: `heads` matrices of D x D (`head_dim`), short convolutions of `width` taps (Kimi K3 report, p. 4).
 
     `stored_bytes` are those of an element of convolution weights and output norm, `dtype_bytes` of all other elements.
@@ -39,17 +68,17 @@ class KDA:
     dtype_bytes: int
     stored_bytes: int
 
-    kind = "KDA"
+    kind, grows = "KDA", False
 
     @property
-    def matrix_parameters(self) -> int:
+    def matrices(self) -> int:
         """q, k, v, o: 4 d P with P = H D; decay d D + D P; beta d H; output gate d P, or d D + D P as a pair."""
         d, inner, size = self.hidden, self.heads * self.head_dim, self.head_dim
         pair = d * size + size * inner
         return 4 * d * inner + pair + d * self.heads + (d * inner if self.full_rank_gate else pair)
 
     @property
-    def other_parameters(self) -> int:
+    def others(self) -> int:
         """Convolutions 3 P W, A_log H, dt_bias P, output norm D."""
         inner = self.heads * self.head_dim
         return 3 * inner * self.width + self.heads + inner + self.head_dim
@@ -58,7 +87,7 @@ class KDA:
     def weight_bytes(self) -> int:
         """A_log and dt_bias are float32, whatever the dtype."""
         gate = self.heads * (1 + self.head_dim)
-        return self.matrix_parameters * self.dtype_bytes + 4 * gate + (self.other_parameters - gate) * self.stored_bytes
+        return self.matrices * self.dtype_bytes + 4 * gate + (self.others - gate) * self.stored_bytes
 
     def cache_bytes(self, tokens: int) -> int:
         """4 H D^2 of float32 state and the last W - 1 inputs of three convolutions, whatever the context."""
@@ -85,7 +114,7 @@ class KDA:
 
 
 @dataclass(frozen=True)
-class MLA:
+class MLA(Layer):
     """One MLA layer: keys and values of all heads from a latent of `rank`, and `rope` shared key channels.
 
     `q_rank` 0 is a full query projection. DeepSeek-V2, arXiv 2405.04434, section 2.1; the output gate is K3's.
@@ -104,7 +133,7 @@ class MLA:
     kind = "MLA"
 
     @property
-    def matrix_parameters(self) -> int:
+    def matrices(self) -> int:
         """q: d r + r H (n + p), or d H (n + p); latent d (R + p); keys and values R H (n + v); gate, o: d H v each."""
         d, heads, query = self.hidden, self.heads, self.heads * (self.nope + self.rope)
         q = (d + query) * self.q_rank if self.q_rank else d * query
@@ -112,13 +141,9 @@ class MLA:
         return q + kv + (2 if self.gate else 1) * d * heads * self.value
 
     @property
-    def other_parameters(self) -> int:
+    def others(self) -> int:
         """Norms of the two latents."""
         return self.rank + self.q_rank
-
-    @property
-    def weight_bytes(self) -> int:
-        return (self.matrix_parameters + self.other_parameters) * self.dtype_bytes
 
     def cache_bytes(self, tokens: int) -> int:
         """R + p values a token, for all heads together."""
@@ -145,13 +170,9 @@ class MLA:
         """All heads read the one latent, so GPUs that split the heads each keep a copy of it."""
         return gpus
 
-    def decode_bytes(self, context: int) -> int:
-        """Absorbed: every latent is read once for all heads."""
-        return self.cache_bytes(context)
-
 
 @dataclass(frozen=True)
-class GQA:
+class GQA(Layer):
     """One layer of grouped-query attention (arXiv 2305.13245); `window` limits what a token reads, 0 is no limit."""
 
     hidden: int
@@ -162,6 +183,10 @@ class GQA:
     dtype_bytes: int
 
     kind = "GQA"
+
+    @property
+    def grows(self) -> bool:
+        return not self.window
 
     def cache_bytes(self, tokens: int) -> int:
         """Keys and values: 2 G D a token, of at most `window` tokens."""
@@ -180,32 +205,20 @@ class GQA:
         """Key heads are split; where there are fewer than GPUs, several GPUs hold the same one."""
         return -(-gpus // self.kv_heads)
 
-    def decode_bytes(self, context: int) -> int:
-        """Every key and value is read once."""
-        return self.cache_bytes(context)
-
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Layer):
     """A gated MLP of `width`: 3 d F parameters."""
 
     hidden: int
     width: int
     dtype_bytes: int
 
-    @property
-    def parts(self) -> dict[str, tuple[int, int, float]]:
-        """Name -> (parameters, those that act on a token, bytes)."""
-        return {"dense MLP": (self.matrices, self.matrices, self.matrices * self.dtype_bytes)}
+    kind = "dense MLP"
 
     @property
     def matrices(self) -> int:
-        """Matrix parameters that act on a token."""
         return 3 * self.hidden * self.width
-
-    def read_bytes(self, tokens: int) -> float:
-        """Bytes of weights that a forward of `tokens` tokens reads."""
-        return self.matrices * self.dtype_bytes
 
 
 @dataclass(frozen=True)
@@ -237,7 +250,7 @@ class Experts:
         router, bias = self.hidden * self.experts, self.experts
         latent = 2 * self.hidden * self.latent + (self.latent if self.latent_norm else 0)
         shared = 3 * self.hidden * self.width * self.shared
-        found = {
+        parts = {
             "router": (router + bias, router + bias, router * self.dtype_bytes + bias * self.bias_bytes),
             "routed experts": (
                 self.experts * self.one_expert,
@@ -246,10 +259,10 @@ class Experts:
             ),
         }
         if latent:
-            found["latent projections"] = latent, latent, latent * self.dtype_bytes
+            parts["latent projections"] = latent, latent, latent * self.dtype_bytes
         if shared:
-            found["shared experts"] = shared, shared, shared * self.dtype_bytes
-        return found
+            parts["shared experts"] = shared, shared, shared * self.dtype_bytes
+        return parts
 
     @property
     def matrices(self) -> int:
@@ -317,9 +330,10 @@ class ModelCost:
     norms: int = 0
 
     @property
-    def weighed_attention(self) -> tuple:
-        """The attention layers whose parameters are not counted elsewhere."""
-        return () if any(isinstance(layer, Counted) for layer in self.feed_forward) else self.attention
+    def weighed(self) -> tuple:
+        """The layers that the parameters are counted in."""
+        whole = any(isinstance(layer, Counted) for layer in self.feed_forward)
+        return self.feed_forward if whole else (*self.attention, *self.feed_forward)
 
     @cached_property
     def distinct_attention(self) -> list[tuple]:
@@ -329,29 +343,21 @@ class ModelCost:
     @cached_property
     def _matrices(self) -> int:
         """Matrix parameters that act on a token, without the head."""
-        attention = sum(layer.matrix_parameters for layer in self.weighed_attention)
-        return attention + sum(layer.matrices for layer in self.feed_forward)
+        return sum(layer.matrices for layer in self.weighed)
 
     def parts(self) -> dict[str, tuple[int, int, float]]:
         """Kind of layer -> (parameters, active ones, bytes). The embedding table acts by a look-up: 0 active."""
-        found: dict[str, tuple] = {}
-
-        def add(name, *counts):
-            found[name] = tuple(a + b for a, b in zip(found.get(name, (0, 0, 0)), counts, strict=True))
-
-        for layer in self.weighed_attention:
-            count = layer.matrix_parameters + layer.other_parameters
-            add(layer.kind, count, count, layer.weight_bytes)
-        for layer in self.feed_forward:
+        parts: dict[str, tuple] = {}
+        for layer in self.weighed:
             for name, counts in layer.parts.items():
-                add(name, *counts)
+                parts[name] = tuple(map(operator.add, parts.get(name, (0, 0, 0)), counts))
         table = self.vocabulary * self.hidden
         if self.norms:
-            add("norms, depth mixes", self.norms, self.norms, self.norms * self.dtype_bytes)
+            parts["norms, depth mixes"] = self.norms, self.norms, self.norms * self.dtype_bytes
         if not self.tied:
-            add("embedding", table, 0, table * self.dtype_bytes)
-        add("head", table, table, table * self.dtype_bytes)
-        return found
+            parts["embedding"] = table, 0, table * self.dtype_bytes
+        parts["head"] = table, table, table * self.dtype_bytes
+        return parts
 
     def totals(self) -> tuple[int, int, float]:
         """(parameters, active parameters a token, bytes of the weights)."""
@@ -363,12 +369,7 @@ class ModelCost:
 
     def per_token_bytes(self) -> int:
         """Bytes that one more token adds to the cache (not counting windows, which are constant once they are full)."""
-        growing = [
-            (layer, count)
-            for layer, count in self.distinct_attention
-            if not (layer.kind == "KDA" or (layer.kind == "GQA" and layer.window))
-        ]
-        return sum(count * layer.cache_bytes(1) for layer, count in growing)
+        return sum(count * layer.cache_bytes(1) for layer, count in self.distinct_attention if layer.grows)
 
     def state_bytes(self) -> int:
         """The constant part: recurrent states and convolution tails."""
@@ -387,8 +388,7 @@ class ModelCost:
     def read_weight_bytes(self, tokens: int) -> float:
         """Bytes of weights that a forward of `tokens` tokens, all rows together, reads; a few rows of the embedding."""
         table = self.vocabulary * self.hidden + self.norms
-        attention = sum(layer.weight_bytes for layer in self.weighed_attention)
-        return table * self.dtype_bytes + attention + sum(layer.read_bytes(tokens) for layer in self.feed_forward)
+        return table * self.dtype_bytes + sum(layer.read_bytes(tokens) for layer in self.weighed)
 
     def break_even(self, other: "ModelCost") -> float:
         """Context at which this model's cache and the other's are equal: difference of constants over that of slopes.
@@ -412,25 +412,21 @@ def text_cost(config: KimiK3TextConfig, name: str = "", dtype_bytes: int = 2) ->
         d, config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim,
         config.kv_lora_rank, config.q_lora_rank or 0, bool(config.mla_use_output_gate), dtype_bytes,
     )  # fmt: skip
+    dense = Dense(d, config.intermediate_size, dtype_bytes)
+    expert_bytes = dtype_bytes if config.expert_quantization is None else MXFP4_BYTES
+    experts = Experts(
+        d, config.num_experts, config.num_experts_per_token, config.num_shared_experts or 0,
+        config.moe_intermediate_size, config.routed_expert_hidden_size or 0, bool(config.latent_moe_use_norm),
+        dtype_bytes, expert_bytes, stored,
+    )  # fmt: skip
     attention = tuple(kda if kind == "linear_attention" else mla for kind in config.layer_types)
-    feed_forward = []
-    for kind in config.mlp_layer_types:
-        if kind == "dense":
-            feed_forward.append(Dense(d, config.intermediate_size, dtype_bytes))
-            continue
-        packed = MXFP4_BYTES if config.expert_quantization is not None else dtype_bytes
-        experts = Experts(
-            d, config.num_experts, config.num_experts_per_token, config.num_shared_experts or 0,
-            config.moe_intermediate_size, config.routed_expert_hidden_size or 0, bool(config.latent_moe_use_norm),
-            dtype_bytes, packed, stored,
-        )  # fmt: skip
-        feed_forward.append(experts)
+    feed_forward = tuple(dense if kind == "dense" else experts for kind in config.mlp_layer_types)
     # two layer norms a layer and the final one; norm and query of two mixes a layer and the output mix
     norms = d * (2 * config.num_hidden_layers + 1)
     if config.attn_res_block_size is not None:
         norms += 2 * d * (2 * config.num_hidden_layers + 1)
     return ModelCost(
-        name, d, config.vocab_size, config.tie_word_embeddings, dtype_bytes, attention, tuple(feed_forward), norms
+        name, d, config.vocab_size, config.tie_word_embeddings, dtype_bytes, attention, feed_forward, norms
     )
 
 

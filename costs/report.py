@@ -26,7 +26,7 @@ CONTEXTS = [4096, 32768, 131072, 262144, 1048576]
 _UNKNOWN = ("num_kv_shared_layers", "layers_block_type", "hybrid_override_pattern", "attention_chunk_size")
 
 
-def read_cost(path: Path, dtype_bytes: int = 2) -> ModelCost:
+def read_cost(path: Path) -> ModelCost:
     """The cost model of a checkpoint folder or of a `config.json`; reads no weights and runs no code of the folder.
 
     Raises:
@@ -42,7 +42,7 @@ def read_cost(path: Path, dtype_bytes: int = 2) -> ModelCost:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # which of them a wrong file raises differs between releases
         raise ValueError(f"{path} cannot be read: {str(error).strip().partition(chr(10))[0]}") from error
-    return cost_of(config, name, dtype_bytes)
+    return cost_of(config, name)
 
 
 def cost_of(config, name: str, dtype_bytes: int = 2) -> ModelCost:
@@ -66,13 +66,11 @@ def cost_of(config, name: str, dtype_bytes: int = 2) -> ModelCost:
     else:
         size = getattr(text, "head_dim", None) or text.hidden_size // heads
         shape = text.hidden_size, heads, getattr(text, "num_key_value_heads", None) or heads, size
-        if "layer_types" not in text.to_dict() and getattr(text, "use_sliding_window", True):
-            window = getattr(text, "sliding_window", None) or 0
-        else:
-            window = 0
+        window = getattr(text, "sliding_window", None) or 0
+        in_all_layers = "layer_types" not in text.to_dict() and getattr(text, "use_sliding_window", True)
         layers = {
-            "full_attention": GQA(*shape, window, dtype_bytes),
-            "sliding_attention": GQA(*shape, getattr(text, "sliding_window", None) or 0, dtype_bytes),
+            "full_attention": GQA(*shape, window if in_all_layers else 0, dtype_bytes),
+            "sliding_attention": GQA(*shape, window, dtype_bytes),
         }
     tied = bool(text.tie_word_embeddings)
     return ModelCost(
@@ -121,9 +119,7 @@ def table(head: list[str], rows: list[list]) -> str:
 
 def scaled(value: float, unit: str = "") -> str:
     """Three digits and a decimal prefix."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g} {unit}".strip() if value == 0 else "never"
-    power = min(max(math.floor(math.log10(abs(value)) / 3), 0), 5)
+    power = min(max(math.floor(math.log10(abs(value)) / 3), 0), 5) if value else 0
     return f"{value / 1000**power:.3g} {['', 'k', 'M', 'G', 'T', 'P'][power]}{unit}".strip()
 
 
@@ -164,8 +160,8 @@ def cache_table(costs: list[ModelCost], node: Node) -> str:
     first, *others = costs
     for other in others:
         tokens = first.break_even(other)
-        said = f"{tokens:,.0f} tokens" if math.isfinite(tokens) else "never"
-        rows.append([f"break-even with {other.name}", said, *[""] * len(others)])
+        context = f"{tokens:,.0f} tokens" if math.isfinite(tokens) else "never"
+        rows.append([f"break-even with {other.name}", context, *[""] * len(others)])
     return table(["context", *(cost.name for cost in costs)], rows)
 
 
@@ -192,9 +188,7 @@ def report(costs: list[ModelCost], gpu: str, gpus: int, context: int) -> str:
     """Everything that `kimi-k3 cost` prints; the others are compared with the first model."""
     node = Node(GPUS[gpu], gpus)
     compared = list(costs)
-    if any(layer.kind == "KDA" for layer in costs[0].attention) and any(
-        layer.kind == "MLA" for layer in costs[0].attention
-    ):
+    if {"KDA", "MLA"} <= {layer.kind for layer in costs[0].attention}:
         compared.insert(1, without_recurrence(costs[0]))
     parts = [*map(parameter_table, costs), *(work_table(cost, context) for cost in costs)]
     parts += [cache_table(compared, node), *(node_table(cost, node, gpu, context) for cost in costs)]
@@ -203,14 +197,12 @@ def report(costs: list[ModelCost], gpu: str, gpus: int, context: int) -> str:
 
 def draw(costs: list[ModelCost], gpu: str, gpus: int, path: Path) -> None:
     """Cache of a sequence and KV throughput against context, one line a model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     node = Node(GPUS[gpu], gpus)
     contexts = [2**power for power in range(10, 21)]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    figure = Figure(figsize=(11, 4.2), layout="tight")
+    left, right = figure.subplots(1, 2)
     for cost in costs:
         left.loglog(contexts, [cost.cache_bytes(n) / 1e9 for n in contexts], marker=".", label=cost.name)
         right.semilogx(contexts, [node.kv_throughput(cost, n) / 1e9 for n in contexts], marker=".", label=cost.name)
@@ -221,6 +213,4 @@ def draw(costs: list[ModelCost], gpu: str, gpus: int, path: Path) -> None:
         axes.set_xlabel("context, tokens")
         axes.grid(alpha=0.3)
     left.legend()
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

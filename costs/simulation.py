@@ -8,11 +8,12 @@ prefix, whose cache always stays. Loading from below runs beside the engine, on 
 Left out: communication between GPUs, launches, and states at other boundaries than a turn's end.
 """
 
+import functools
 import random
 import statistics
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import simpy
 
@@ -27,15 +28,32 @@ SSD = 7e9  # bytes/s of one drive, one a GPU
 
 @dataclass
 class Store:
-    """Host memory or SSD: whole sessions, the least recently used first."""
+    """One tier: whole sessions, the least recently used first, and the bytes that they take (`size_of` their tokens)."""
 
     name: str
     capacity: float
-    bandwidth: float
+    size_of: Callable[[int], int]
+    bandwidth: float = 0.0
+    link: simpy.Resource | None = None
     sessions: OrderedDict = field(default_factory=OrderedDict)
     used: float = 0.0
     read: float = 0.0
     written: float = 0.0
+
+    def put(self, owner, tokens: int) -> None:
+        self.sessions[owner] = tokens
+        self.used += self.size_of(tokens)
+
+    def take(self, owner) -> int | None:
+        """Tokens of a session, which then does not lie here; None where it did not before."""
+        tokens = self.sessions.pop(owner, None)
+        self.used -= 0 if tokens is None else self.size_of(tokens)
+        return tokens
+
+    def take_oldest(self) -> tuple[object, int]:
+        """(owner, tokens) of the session that was not used for longest."""
+        owner = next(iter(self.sessions))
+        return owner, self.take(owner)
 
 
 @dataclass
@@ -46,11 +64,11 @@ class Turn:
     input: int
     output: int
     arrived: float
-    known: int = 0
+    known: int
+    finished: simpy.Event
     done: int = 0
     decoded: int = 0
     first: float | None = None
-    finished: simpy.Event | None = None
 
 
 @dataclass
@@ -65,7 +83,6 @@ class Result:
     hit_rate: float
     first_token_median: float
     first_token_p90: float
-    turns: int
     moved: dict[str, tuple[float, float]]
 
 
@@ -95,23 +112,24 @@ class Simulation:
         self.state_bytes = cost.state_bytes()
         self.token_bytes = node.held_bytes(cost, 2) - node.held_bytes(cost, 1)
         self.decode_flops = cost.flops(1, 1), cost.flops(1, 2) - cost.flops(1, 1)  # linear in the context
-        self.weight_bytes = lru_cache(None)(cost.read_weight_bytes)
-        self.capacity = node.gpus * node.gpu.memory - cost.totals()[2]
+        self.weight_bytes = functools.cache(cost.read_weight_bytes)
+        self.env = simpy.Environment()
+        # its `sessions` are those between two turns; `used` counts those that run as well
+        self.gpus = Store(
+            "GPUs", node.gpus * node.gpu.memory - cost.totals()[2], functools.partial(node.held_bytes, cost)
+        )
+        lower = (("host", host_bytes, PCIE), ("ssd", ssd_bytes, SSD))
+        self.stores = [
+            Store(name, size, cost.cache_bytes, bandwidth * node.gpus, simpy.Resource(self.env))
+            for name, size, bandwidth in lower
+            if size
+        ]
         longest = max(session.inputs()[-1] + session.turns[-1][1] for session in sessions)
-        if self.node.held_bytes(self.cost, longest) > self.capacity:
+        if self.gpus.size_of(longest) > self.gpus.capacity:
             raise ValueError(
                 f"the longest session of {longest:,} tokens does not fit beside the weights of {cost.name} on "
-                f"{node.gpus} GPUs: {self.node.held_bytes(self.cost, longest):.3g} of {max(self.capacity, 0):.3g} bytes"
+                f"{node.gpus} GPUs: {self.gpus.size_of(longest):.3g} of {max(self.gpus.capacity, 0):.3g} bytes"
             )
-        self.stores = [
-            Store("host", host_bytes, PCIE * node.gpus),
-            Store("ssd", ssd_bytes, SSD * node.gpus),
-        ]
-        self.stores = [store for store in self.stores if store.capacity]
-        self.env = simpy.Environment()
-        self.links = {store.name: simpy.Resource(self.env) for store in self.stores}
-        self.used = 0.0
-        self.idle: OrderedDict = OrderedDict()  # session -> tokens, on the GPUs and between two turns
         self.waiting: list[Turn] = []
         self.prompts: list[Turn] = []
         self.answering: list[Turn] = []
@@ -128,69 +146,53 @@ class Simulation:
             yield self.env.timeout(self.random.uniform(0, 60) if first else 0)
             owner, inputs = object(), session.inputs()
             for tokens, (_, output, pause) in list(zip(inputs, session.turns, strict=True))[start:]:
-                turn = Turn(owner, tokens, output, self.env.now, finished=self.env.event(), known=session.shared)
+                turn = Turn(owner, tokens, output, self.env.now, session.shared, self.env.event())
                 self.waiting.append(turn)
                 self._nudge()
                 yield turn.finished
                 self.finished.append(turn)
                 yield self.env.timeout(pause)
-            self._forget(owner)
+            for store in (self.gpus, *self.stores):
+                store.take(owner)
             first = False
-
-    def _forget(self, owner) -> None:
-        tokens = self.idle.pop(owner, None)
-        if tokens is not None:
-            self.used -= self.node.held_bytes(self.cost, tokens)
-        for store in self.stores:
-            tokens = store.sessions.pop(owner, None)
-            if tokens is not None:
-                store.used -= self.cost.cache_bytes(tokens)
 
     # --- room ----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Start waiting turns in order, as long as the cache of the first one in the queue finds room."""
+        gpus = self.gpus
         while self.waiting:
             turn = self.waiting[0]
-            need = self.node.held_bytes(self.cost, turn.input + turn.output)
-            held = self.idle.pop(turn.owner, None)
-            if held is not None:
-                self.used -= self.node.held_bytes(self.cost, held)
-            while self.used + need > self.capacity and self.idle:
-                owner, tokens = self.idle.popitem(last=False)
-                self.used -= self.node.held_bytes(self.cost, tokens)
-                self._move_down(owner, tokens)
-            if self.used + need > self.capacity:
-                if held is not None:
-                    self.idle[turn.owner] = held
-                    self.idle.move_to_end(turn.owner, last=False)
-                    self.used += self.node.held_bytes(self.cost, held)
+            need, cached = gpus.size_of(turn.input + turn.output), gpus.take(turn.owner)
+            while gpus.used + need > gpus.capacity and gpus.sessions:
+                self._move_down(*gpus.take_oldest())
+            if gpus.used + need > gpus.capacity:
+                if cached is not None:
+                    gpus.put(turn.owner, cached)
+                    gpus.sessions.move_to_end(turn.owner, last=False)
                 return
-            self.used += need
+            gpus.used += need
             self.waiting.pop(0)
-            if held is not None:
-                turn.known = held
-                self._prompt(turn)
-                continue
-            store = next((s for s in self.stores if turn.owner in s.sessions), None)
-            if store is None:
-                self._prompt(turn)
+            store = next((store for store in self.stores if turn.owner in store.sessions), None)
+            if cached is not None:
+                self._prompt(turn, cached)
+            elif store is None:
+                self._prompt(turn, turn.known)
             else:
                 store.sessions.move_to_end(turn.owner)
                 self.env.process(self._load(turn, store, store.sessions[turn.owner]))
 
     def _load(self, turn: Turn, store: Store, tokens: int):
         """Load the copy that was there when the turn was admitted, even if it moves farther down meanwhile."""
-        size = self.cost.cache_bytes(tokens)
+        size = store.size_of(tokens)
         store.read += size
-        with self.links[store.name].request() as link:
+        with store.link.request() as link:
             yield link
             yield self.env.timeout(size / store.bandwidth)
-        turn.known = tokens
-        self._prompt(turn)
+        self._prompt(turn, tokens)
 
-    def _prompt(self, turn: Turn) -> None:
-        turn.done = turn.known
+    def _prompt(self, turn: Turn, known: int) -> None:
+        turn.known = turn.done = known
         self.prompts.append(turn)
         self._nudge()
 
@@ -198,21 +200,16 @@ class Simulation:
         """Keep a session in the tier below; sessions that it replaces move on. What lies there is not written again."""
         if level == len(self.stores):
             return
-        store, size = self.stores[level], self.cost.cache_bytes(tokens)
-        before = store.sessions.pop(owner, None)
-        old = 0 if before is None else self.cost.cache_bytes(before)
-        store.used -= old
+        store = self.stores[level]
+        size, before = store.size_of(tokens), store.take(owner)
         if size > store.capacity:
             self._move_down(owner, tokens, level + 1)
             return
         while store.used + size > store.capacity:
-            other, others = store.sessions.popitem(last=False)
-            store.used -= self.cost.cache_bytes(others)
-            self._move_down(other, others, level + 1)
-        store.sessions[owner] = tokens
-        store.used += size
-        # only the new latents; the state is always new
-        store.written += size - max(old - self.state_bytes, 0) if before != tokens else 0
+            self._move_down(*store.take_oldest(), level + 1)
+        store.put(owner, tokens)
+        if before != tokens:  # of latents only the new ones are written; the state is always new
+            store.written += size - max(store.size_of(before or 0) - self.state_bytes, 0)
 
     # --- the engine ----------------------------------------------------------------------------------------------
 
@@ -242,7 +239,7 @@ class Simulation:
             for other in [t for t in self.answering if t.decoded >= t.output]:
                 self.answering.remove(other)
                 tokens = other.input + other.output
-                self.idle[other.owner] = tokens
+                self.gpus.sessions[other.owner] = tokens  # whose bytes are counted since it was admitted
                 if self.write_through:
                     self._move_down(other.owner, tokens)
                 other.finished.succeed()
@@ -278,7 +275,6 @@ class Simulation:
             hit_rate=sum(min(turn.known, turn.input) for turn in done) / max(sum(turn.input for turn in done), 1),
             first_token_median=statistics.median(waits) if waits else float("inf"),
             first_token_p90=waits[int(0.9 * (len(waits) - 1))] if waits else float("inf"),
-            turns=len(done),
             moved={
                 store.name: (store.written - before[store.name][0], store.read - before[store.name][1])
                 for store in self.stores
