@@ -175,26 +175,19 @@ class TextTraining:
 def draw_curve(log: Path, picture: Path) -> None:
     """Loss over the steps and, with experts, the load of the fullest one; nothing where matplotlib is missing."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     entries = [json.loads(line) for line in log.read_text().splitlines()]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([entry["step"] for entry in entries], [entry["loss"] for entry in entries], color="#0072B2")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    steps = [entry["step"] for entry in entries]
+    axes.plot(steps, [entry["loss"] for entry in entries], color="#0072B2")
     axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
     axes.grid(alpha=0.25)
     if "router_max_load" in entries[0]:
         load = axes.twinx()
-        load.plot(
-            [entry["step"] for entry in entries],
-            [entry["router_max_load"] for entry in entries],
-            color="#D55E00",
-            linewidth=0.8,
-            linestyle="--",
-        )
+        loads = [entry["router_max_load"] for entry in entries]
+        load.plot(steps, loads, color="#D55E00", linewidth=0.8, linestyle="--")
         load.set_ylabel("fullest expert / mean load (dashed)")
     figure.savefig(picture, dpi=90)
-    pyplot.close(figure)

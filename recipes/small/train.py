@@ -284,14 +284,12 @@ def write_sample(options):
 
 def draw_curves(log, path):
     """Loss and recall over the steps, as a picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     entries = [json.loads(line) for line in log.read_text().splitlines()]
     blue, orange, green, purple = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # Okabe and Ito
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
 
     def curve(axes, key, label, colour, style):
         found = [(entry["step"], entry[key]) for entry in entries if entry[key] is not None]
