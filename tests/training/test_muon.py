@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import tiny
 from kimi_k3 import CACHE_ARGUMENT, KimiK3ForCausalLM
 from kimi_k3.training import PerHeadMuon, QKClip, muon_groups
 from kimi_k3.training.qat import mxfp4
@@ -23,12 +24,12 @@ def model(data_dir):
     return KimiK3ForCausalLM(config).train()
 
 
-def tokens(rows, length, seed=1):
-    return torch.randint(3, 160, (rows, length), generator=torch.Generator().manual_seed(seed))
+def tokens(rows, length, seed=1, vocabulary=160):
+    return torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def backward(model, seed=1):
-    ids = tokens(2, 24, seed)
+    ids = tokens(2, 24, seed, model.config.vocab_size)
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return loss.item()
@@ -118,18 +119,23 @@ def test_an_unknown_parameter_is_refused(model):
         PerHeadMuon([{"params": [model.lm_head.weight]}])
 
 
-def test_a_step_is_that_of_torch_on_every_matrix_alone(model):
+def test_a_step_is_that_of_torch_on_every_matrix_alone():
     """Three steps; what torch sees are copies of single heads and experts, cut out here by hand."""
-    layer, moe = model.model.layers[3], model.model.layers[3].block_sparse_moe
-    kda = model.model.layers[0].self_attn
+    model = tiny.model("kkm").train()
+    moe, kda, mla = (
+        model.model.layers[1].block_sparse_moe,
+        model.model.layers[0].self_attn,
+        model.model.layers[2].self_attn,
+    )
     cut = {
-        "kda q": (kda.q_proj.weight, [(slice(16 * h, 16 * h + 16),) for h in range(4)]),
+        "kda q": (kda.q_proj.weight, [(slice(8 * h, 8 * h + 8),) for h in range(5)]),
+        "q_b": (mla.q_b_proj.weight, [(slice(26 * h, 26 * h + 26),) for h in range(6)]),
         "kv_b": (
-            layer.self_attn.kv_b_proj.weight,
-            [(slice(32 * h + part, 32 * h + part + 16),) for h in range(4) for part in (0, 16)],
+            mla.kv_b_proj.weight,
+            [(slice(22 * h + start, 22 * h + end),) for h in range(6) for start, end in ((0, 12), (12, 22))],
         ),
-        "w1 and w3": (moe.experts.gate_up_proj, [(e, slice(p, p + 32)) for e in range(8) for p in (0, 32)]),
-        "w2": (moe.experts.down_proj, [(e,) for e in range(8)]),
+        "w1 and w3": (moe.experts.gate_up_proj, [(e, slice(p, p + 24)) for e in range(9) for p in (0, 24)]),
+        "w2": (moe.experts.down_proj, [(e,) for e in range(9)]),
         "o_proj": (kda.o_proj.weight, [()]),
     }
     alone = {name: [nn.Parameter(weight[at].clone()) for at in places] for name, (weight, places) in cut.items()}
