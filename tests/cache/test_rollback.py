@@ -124,6 +124,27 @@ def test_crop_of_a_padded_batch(model):
         torch.testing.assert_close(got[row : row + 1], model(alone).logits[:, -3:], **CLOSE)
 
 
+@pytest.mark.parametrize("kept", [0, 3, 4])
+@pytest.mark.parametrize("rows", [[1, 0], [1, 0, 1]], ids=str)
+@torch.no_grad()
+def test_rows_that_move_take_their_past_along(model, rows, kept):
+    """Between a draft and its crop: states, tails and recorded inputs are those of the rows that stand there now."""
+    prompt, draft, following = tokens(2, 20), tokens(2, 4, 1), tokens(len(rows), 2, 2)
+    cache, clean = recording_cache(model), HybridCache(model.config)
+    model(prompt, **{CACHE: cache})
+    cache.crop(0)
+    model(draft, **{CACHE: cache})
+    cache.reorder_cache(torch.tensor(rows))
+    cache.crop(kept - 4)
+    history = torch.cat([prompt, draft[:, :kept]], dim=1)[rows]
+    model(history, **{CACHE: clean})
+    for layer, expected in zip(cache.layers, clean.layers, strict=True):
+        for got, want in zip(layer.tensors(), expected.tensors(), strict=True):
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+    got = model(following, **{CACHE: cache}).logits
+    torch.testing.assert_close(got, model(torch.cat([history, following], dim=1)).logits[:, -2:], **CLOSE)
+
+
 def generate(model, ids, **kwargs):
     settings = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     return model.generate(ids, **settings, **kwargs)

@@ -315,6 +315,29 @@ def test_subnormal_numbers_and_minus_zero_survive_a_wider_format(variant, tmp_pa
     assert verify(source, tmp_path / "step0", logits=False).same
 
 
+def test_a_cast_rounds_once_or_not_at_all(variant, tmp_path):
+    """Every finite float16 as float32 is itself; as bfloat16 it is the nearest one."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    values = values[torch.isfinite(values)]
+
+    def edit(weights):
+        nonlocal values
+        for name in weights:
+            if ".experts." in name:
+                values = values.roll(weights[name].numel())
+                weights[name] = values[: weights[name].numel()].clone().view(weights[name].shape)
+
+    source = variant("kimi_linear_flat", edit)
+    before = load_file(source / WEIGHTS)
+    for form, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        convert(source, tmp_path / form, FORMS[form])
+        after = load_file(tmp_path / form / WEIGHTS)
+        for name in filter(lambda name: ".experts." in name, before):
+            stored = after[f"model.{name}" if f"model.{name}" in after else name]
+            assert stored.dtype == dtype and torch.equal(stored, before[name].to(dtype)), name
+        assert (tmp_path / form / "rounding.json").exists() == (form == "bf16")
+
+
 @pytest.mark.one_release
 @pytest.mark.parametrize("form", ["bf16", "fp32"])
 def test_every_scale_that_can_be_decoded_keeps_its_values(form, variant, tmp_path):

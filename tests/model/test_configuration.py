@@ -234,6 +234,30 @@ def test_smallest_flat_file_is_a_dense_model(k3_text):
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
 
 
+ABSENT = {
+    "attn_res_block_size": None,
+    "first_k_dense_replace": 0,
+    "latent_moe_use_norm": False,
+    "mla_use_output_gate": False,
+    "num_shared_experts": None,
+    "q_lora_rank": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@pytest.mark.parametrize("key", ABSENT)
+def test_a_key_that_a_file_leaves_out(key, k3_text):
+    """The others stay what they are; without the number of dense layers there is none."""
+    before = KimiK3TextConfig.from_dict(k3_text).to_dict()
+    assert k3_text.pop(key) not in (ABSENT[key], None)
+    after = KimiK3TextConfig.from_dict(k3_text)
+    assert getattr(after, key) == ABSENT[key] and type(getattr(after, key)) is type(ABSENT[key])
+    assert after.to_dict() == before | {key: ABSENT[key]}
+    assert after.mlp_layer_types == ["sparse" if key == "first_k_dense_replace" else "dense"] + ["sparse"] * 6
+
+
 def test_constructor_starts_from_the_released_model_and_files_do_not(k3_text):
     del k3_text["attn_res_block_size"]
     assert KimiK3TextConfig(**k3_text).attn_res_block_size == 12

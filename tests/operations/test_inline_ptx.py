@@ -1,7 +1,8 @@
-"""The PTX inside a Triton kernel, run by a few lines of Python: Triton's interpreter does not know it."""
+"""What Triton's interpreter cannot run, by a few lines of Python: PTX, and products of bfloat16."""
 
 import operator
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,30 @@ def test_words_of_mxfp4_codes(scale):
         for place, bits in zip((0, 4, 1, 5, 2, 6, 3, 7), got, strict=True):
             value = bfloat16(bits)
             assert value.isnan() if scale == 255 else bits == bits_of(expected[place]), (codes[place], place)
+
+
+class Bits(torch.Tensor):
+    """A tensor that is cast as Triton's are."""
+
+    def to(self, dtype, bitcast=False):
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_codes_without_ptx(dtype):
+    """Fault 84: what GPUs without these instructions run, each of the 16 codes under each scale; 255 is NaN."""
+    from kimi_k3.kernels import experts_triton
+
+    language = types.SimpleNamespace(
+        float32=torch.float32, int16=torch.int16, where=torch.where,
+        full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype),
+    )  # fmt: skip
+    names = {"tl": language, "CODE_SCALE": experts_triton.CODE_SCALE.value}
+    decode = types.FunctionType(experts_triton.decode.fn.__code__, names)
+    codes, scale = torch.arange(16, dtype=torch.int32), torch.arange(256, dtype=torch.int32)
+    got = decode(codes.as_subclass(Bits)[None], scale.as_subclass(Bits)[:, None], dtype).as_subclass(torch.Tensor)
+    rows = codes.to(torch.uint8).repeat(2)
+    packed = (rows[0::2] | rows[1::2] << 4).repeat(256, 1)
+    expected = mxfp4.dequantize_mxfp4(packed, scale[:, None].to(torch.uint8), dtype)[:, :16]
+    assert got.dtype == dtype and torch.equal(got[:255], expected[:255]) and got[255].isnan().all()
+    assert torch.equal(torch.signbit(got[:255]), torch.signbit(expected[:255]))

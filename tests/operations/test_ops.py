@@ -1,10 +1,12 @@
-"""The other reference operations: short convolution, depth mix, gated activations, MXFP4, grouped experts."""
+"""The other reference operations: short convolution, depth mix, gated activations, MXFP4, routing, grouped experts."""
+
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kimi_k3.kernels import attn_res, experts, mxfp4, short_conv, situ
+from kimi_k3.kernels import attn_res, experts, mxfp4, router, short_conv, situ
 
 pytestmark = pytest.mark.one_release
 
@@ -54,6 +56,21 @@ def test_short_conv_restarts_at_every_sequence():
         if length:
             torch.testing.assert_close(fresh[0, offsets[i] : offsets[i + 1]], conv_oracle(alone, weight))
             torch.testing.assert_close(y[0, offsets[i] : offsets[i + 1]], conv_oracle(with_history, weight)[3:])
+
+
+@pytest.mark.parametrize("lengths", [None, [4, 5]], ids=["batch", "packed"])
+def test_tails_are_tensors_of_their_own(lengths):
+    """Views would keep the inputs of a whole prompt alive in the cache, and follow what is written into them."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 9, 6), torch.randn(6, 1, 4)
+    offsets = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+    _, tail = short_conv.short_conv(x, weight, cu_seqlens=offsets)
+    kept = tail.clone()
+    assert tail.untyped_storage().nbytes() == tail.numel() * tail.element_size()
+    (after,) = short_conv.tails_after((x,), None, (weight,), 7)
+    assert torch.equal(after, x[:, 4:7]) and after.untyped_storage().nbytes() == after.numel() * after.element_size()
+    x.zero_()
+    assert torch.equal(tail, kept)
 
 
 def test_short_conv_accumulates_in_float32():
@@ -162,6 +179,18 @@ def test_mxfp4_quantizes_to_the_nearest_value():
     assert mxfp4.dequantize_mxfp4(*mxfp4.quantize_mxfp4(ties))[0, :8].tolist() == [0, 1, 1, 2, 2, 4, 4, 6]
 
 
+@pytest.mark.parametrize("exponent", [-20, -1, 0, 3, 40])
+def test_mxfp4_scales_change_at_seven(exponent):
+    """The largest of a group is at least 3.5 steps and less than 7: where it is 7 x 2^e, the step is 2^(e + 1)."""
+    below = 1 - 2.0**-24  # the float32 before a power of two, and nearly that before 7
+    for largest, step, stored in ((7, 2, 8), (7 * below, 1, 6), (3.5, 1, 4), (3.5 * below, 0.5, 3)):
+        weight = torch.tensor([[largest * 2.0**exponent] + [0.0] * 31])
+        assert (weight[0, 0].item() == largest * 2.0**exponent) or largest not in (7, 3.5)
+        packed, scale = mxfp4.quantize_mxfp4(weight)
+        assert 2.0 ** (scale.item() - 127) == step * 2.0**exponent
+        assert mxfp4.dequantize_mxfp4(packed, scale, torch.float64)[0, 0].item() == stored * 2.0**exponent
+
+
 def test_mxfp4_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="multiple of 32"):
         mxfp4.quantize_mxfp4(torch.randn(2, 40))
@@ -187,6 +216,30 @@ def test_mxfp4_product_has_the_value_and_gradient_of_the_decoded_weight(dtype):
     assert torch.equal(out, expected)
     out.square().sum().backward(), expected.square().sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 1), (4, 2), (4, 4), (2, 1), (6, 5)])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_choice_of_experts_equals_a_loop(groups, kept, renormalize):
+    """A group counts by the sum of its two best; the bias chooses and does not weigh."""
+    torch.manual_seed(0)
+    count, top_k, scaling = 12, 2, 2.5
+    logits, bias = torch.randn(200, count, dtype=torch.float64), torch.randn(count, dtype=torch.float64) * 0.3
+    chosen, weights = router.choose_experts(logits, bias, top_k, renormalize, scaling, groups, kept)
+    by_best_one = 0
+    for t in range(len(logits)):
+        scores = [1 / (1 + math.exp(-logit)) for logit in logits[t].tolist()]
+        choice = [score + offset for score, offset in zip(scores, bias.tolist(), strict=True)]
+        members = [range(g * count // groups, (g + 1) * count // groups) for g in range(groups)]
+        pairs = [sum(sorted(choice[e] for e in group)[-2:]) for group in members]
+        best = sorted(range(groups), key=pairs.__getitem__)[-kept:]
+        by_best_one += set(best) != set(sorted(range(groups), key=lambda g: max(choice[e] for e in members[g]))[-kept:])
+        expected = sorted((e for g in best for e in members[g]), key=choice.__getitem__)[-top_k:]
+        assert set(chosen[t].tolist()) == set(expected)
+        total = sum(scores[e] for e in expected) if renormalize else 1
+        for e, weight in zip(chosen[t].tolist(), weights[t].tolist(), strict=True):
+            assert weight == pytest.approx(scores[e] / total * scaling, rel=1e-12)
+    assert (by_best_one > 0) == (groups > kept), "the data can tell a group's best two from its best one"
 
 
 def test_grouped_experts_equal_a_loop_over_tokens():

@@ -261,6 +261,25 @@ def test_bytes_counted_are_bytes_held_and_stay_in_the_budget():
     assert sum(t.untyped_storage().nbytes() for t in held.values()) == cache.tiers[0].used
 
 
+@pytest.mark.parametrize("options", [{}, {"write_through": False}, None], ids=["device", "write-back", "three-tiers"])
+def test_what_is_in_use_stays(options, disk):
+    """A squeeze of every tier in the middle of a prompt: states go, latents that it stands on stay until it is over."""
+    cache, prompt = make(**(disk if options is None else options)), tokens(30)
+    check(cache, tokens(20, 1))
+    cache.flush()
+    with cache._prefilled(row(prompt)) as done:
+        for level, tier in enumerate(cache.tiers):
+            tier.budget = 0
+            assert cache._make_room(level, 0) == (level < len(cache.tiers) - 1)
+        chain = done.segment.chain()
+        assert [segment.end for segment in chain] == [12, 24, 29] and all(segment.pins for segment in chain)
+        kept = {part for tier in cache.tiers for part in tier.entries}
+        assert kept == {(segment.key, "latents") for segment in chain}
+    assert all(cache._make_room(level, 0) for level in range(len(cache.tiers)))
+    assert not cache.index.segments and not any(tier.entries or tier.used for tier in cache.tiers)
+    cache.close()
+
+
 def test_lru_goes_by_the_cost_of_computing_again():
     """Of two states of one size and age the one behind fewer tokens goes first."""
     cache = make(every=400)

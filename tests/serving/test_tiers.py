@@ -1,4 +1,4 @@
-"""The tiers of the prefix cache alone: copies from a GPU behind the first token."""
+"""The tiers of the prefix cache alone: copies from a GPU behind the first token, files that changed."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -44,6 +44,31 @@ def test_copies_of_a_gpu_are_waited_for_together(monkeypatch):
     assert calls[1:] == ["record", "wait for event 2", "stream waits for event 1", "copies are under way",
                          "wait for the stream"]  # fmt: skip
     assert entry.ready is None and torch.equal(entry.tensors["y"], torch.ones(3))
+
+
+def test_a_file_of_which_any_bit_changed_is_not_served(tmp_path, caplog):
+    """Every byte of the values, and a file that bears another part's name; each is deleted and logged."""
+    behind, part, tensors = tiers.Behind(), ("a", "state"), {"x": torch.arange(6.0).view(2, 3), "y": torch.arange(3)}
+    tier = tiers.DiskTier(tmp_path, 1 << 30, "ab", behind)
+    metadata = {"parent": "ab", "start": "0", "steps": "0", "forward": ""}
+    entry = tier.put(part, tensors, 1.0, metadata)
+    behind.flush()
+    whole, values = tier.path(part).read_bytes(), 6 * 4 + 3 * 8
+    assert entry.tensors is None and entry.bytes == len(whole) and tier.written_bytes == len(whole)
+    read = tier.read(part)
+    assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
+    for place in range(len(whole) - values, len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 8
+        tier.path(part).write_bytes(changed)
+        assert tier.read(part) is None and not tier.path(part).exists()
+    for other in (("b", "state"), ("a", "latents")):
+        tier.path(other).write_bytes(whole)
+        assert tier.read(other) is None and not tier.path(other).exists()
+    assert tier.rejected == values + 2 and caplog.text.count("its checksum is wrong") == values + 2
+    assert tier.read_bytes == len(whole)
+    tier.close()
+    behind.close()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -297,6 +297,18 @@ def test_the_scale_of_a_layer_is_that_of_its_experts(packed):
     assert torch.equal(logits(adapter), acting)
 
 
+def test_the_scale_is_alpha_by_the_rank_or_by_its_root(packed):
+    """rsLoRA: 8 / sqrt(4) acts as an alpha of 16 does without it."""
+    targets = {**lora_targets(packed, **EXPERTS_ONLY), "r": 4, "init_lora_weights": False}
+    found = []
+    for options in ({"lora_alpha": 8, "use_rslora": True}, {"lora_alpha": 16}, {"lora_alpha": 8}):
+        torch.manual_seed(0)
+        adapter = get_peft_model(packed, LoraConfig(**targets, **options)).eval()
+        found.append(logits(adapter))
+        packed = adapter.unload()
+    assert torch.equal(found[0], found[1]) and not torch.allclose(found[0], found[2], atol=1e-3)
+
+
 def test_dropout_acts_in_training_only(model):
     ids = tokens()
     adapter = adapted(model, parts=EXPERTS_ONLY, lora_dropout=0.5)
