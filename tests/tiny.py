@@ -3,6 +3,9 @@
 Where two sizes are one number, a test cannot see that the code takes one for the other. `test_tiny.py` watches over it.
 """
 
+import os
+from pathlib import Path
+
 import torch
 
 from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
@@ -77,3 +80,9 @@ def model(layers: str = "kmk", seed: int = 0, **changes) -> KimiK3ForCausalLM:
     settings = config(layers, **changes)
     torch.manual_seed(seed)
     return KimiK3ForCausalLM(settings).eval()
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Of a process that runs a test file by itself, and has to find this module."""
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}

@@ -24,35 +24,19 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutput
 
+import tiny
 from kimi_k3 import CACHE_ARGUMENT as CACHE
-from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
+from kimi_k3 import HybridCache
 
-VOCABULARY = 64
+VOCABULARY = tiny.VOCABULARY
 NEW = 5
 BEAMS = 3
 
 
 def small_model(layers, k3, seed=0):
-    """`layers` names their kinds, k for KDA and m for MLA; the weights are large, so that every token matters."""
-    linear = {
-        "kda_layers": [i + 1 for i, kind in enumerate(layers) if kind == "k"],
-        "full_attn_layers": [i + 1 for i, kind in enumerate(layers) if kind == "m"],
-        "num_heads": 2,
-        "head_dim": 8,
-        "short_conv_kernel_size": 4,
-        "gate_lower_bound": -5.0 if k3 else None,
-        "use_full_rank_gate": k3,
-    }
-    torch.manual_seed(seed)
-    config = KimiK3TextConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=len(layers),
-        num_attention_heads=2, num_key_value_heads=2, q_lora_rank=16 if k3 else None, kv_lora_rank=16,
-        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, linear_attn_config=linear,
-        attn_res_block_size=2 if k3 else None, num_experts=4, num_experts_per_token=2, moe_intermediate_size=16,
-        routed_expert_hidden_size=16 if k3 else None, latent_moe_use_norm=k3, num_shared_experts=1,
-        initializer_range=0.3, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    return KimiK3ForCausalLM(config).eval()
+    """The weights are large, so that every token matters."""
+    family = {} if k3 else tiny.KIMI_LINEAR
+    return tiny.model(layers, seed, **{"initializer_range": 0.3, **family})
 
 
 @pytest.fixture(scope="module", params=["k3", "kimi-linear"])

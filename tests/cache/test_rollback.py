@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import tiny
 from kimi_k3 import CACHE_ARGUMENT as CACHE
-from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
+from kimi_k3 import HybridCache
 from kimi_k3.kernels import kda
 from kimi_k3.rollback_kimi_k3 import RECORDED_COLUMNS
 
@@ -202,16 +203,8 @@ def test_autocast_does_not_reach_the_replay(model):
 
 def wide_model():
     """Layers whose states weigh something, next to a narrow rest."""
-    linear = {
-        "kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 8, "head_dim": 64,
-        "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "use_full_rank_gate": True,
-    }  # fmt: skip
-    config = KimiK3TextConfig(
-        vocab_size=160, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
-        linear_attn_config=linear, attn_res_block_size=2, num_experts=None, num_experts_per_token=None,
-    )  # fmt: skip
-    return KimiK3ForCausalLM(config).eval()
+    sizes = {"vocab_size": 160, "hidden_size": 256, "intermediate_size": 512, "kda": {"num_heads": 8, "head_dim": 64}}
+    return tiny.model("kkkm", **sizes, **tiny.DENSE)
 
 
 @pytest.mark.parametrize("size", ["tiny", "wide"])

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+import tiny
 from kimi_k3 import CACHE_ARGUMENT as CACHE
-from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
+from kimi_k3 import HybridCache, KimiK3ForCausalLM
 
 CLOSE = {"atol": 5e-4, "rtol": 0}
 
@@ -210,25 +211,9 @@ def test_a_foreign_cache_is_refused(model, data_dir, tmp_path):
 
 def small_model(shape):
     layers, block, dense, softplus = shape
-    linear = {
-        "kda_layers": [i + 1 for i, kind in enumerate(layers) if kind == "k"],
-        "full_attn_layers": [i + 1 for i, kind in enumerate(layers) if kind == "m"],
-        "num_heads": 2,
-        "head_dim": 8,
-        "short_conv_kernel_size": 4,
-        "gate_lower_bound": None if softplus else -5.0,
-        "use_full_rank_gate": not softplus,
-    }
-    torch.manual_seed(0)
-    config = KimiK3TextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=len(layers), num_attention_heads=2,
-        num_key_value_heads=2, q_lora_rank=None if softplus else 16, kv_lora_rank=16, qk_nope_head_dim=8,
-        qk_rope_head_dim=4, v_head_dim=8, linear_attn_config=linear, attn_res_block_size=block,
-        num_experts=None if dense else 4, num_experts_per_token=None if dense else 2, moe_intermediate_size=16,
-        routed_expert_hidden_size=16, num_shared_experts=1, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
-        pad_token_id=0,
-    )  # fmt: skip
-    return KimiK3ForCausalLM(config).eval()
+    softplus = {"kda": tiny.KIMI_LINEAR["kda"], "q_lora_rank": None} if softplus else {}
+    changes = {"attn_res_block_size": block, "initializer_range": 0.2, **softplus, **(tiny.DENSE if dense else {})}
+    return tiny.model(layers, **changes)
 
 
 SHAPES = st.tuples(
@@ -254,7 +239,7 @@ def test_random_histories_equal_each_document_alone(shape, data):
 
     def feed(length):
         nonlocal mask
-        ids = torch.randint(3, 64, (len(documents), length), generator=generator)
+        ids = torch.randint(3, tiny.VOCABULARY, (len(documents), length), generator=generator)
         real = (torch.rand(len(documents), length, generator=generator) < 0.7).long()
         mask = torch.cat([mask, real], dim=1)
         logits = model(ids, attention_mask=mask, **{CACHE: cache}).logits

@@ -5,64 +5,16 @@ import math
 import pytest
 import torch
 
-from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
+import tiny
+from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.kernels import mxfp4
 
-
-def small_config(**changes):
-    settings = {
-        "vocab_size": 96,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "linear_attn_config": {
-            "full_attn_layers": [3, 5],
-            "kda_layers": [1, 2, 4],
-            "head_dim": 16,
-            "num_heads": 2,
-            "short_conv_kernel_size": 4,
-            "use_full_rank_gate": True,
-            "gate_lower_bound": -5.0,
-        },
-        "attn_res_block_size": 2,
-        "num_experts": 4,
-        "num_experts_per_token": 2,
-        "moe_intermediate_size": 32,
-        "routed_expert_hidden_size": 32,
-        "num_shared_experts": 1,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-    return KimiK3TextConfig(**{**settings, **changes})
-
-
-KIMI_LINEAR = {
-    "linear_attn_config": {
-        "full_attn_layers": [3, 5],
-        "kda_layers": [1, 2, 4],
-        "head_dim": 16,
-        "num_heads": 2,
-        "short_conv_kernel_size": 4,
-    },
-    "attn_res_block_size": None,
-    "hidden_act": "silu",
-    "mla_use_output_gate": False,
-    "q_lora_rank": None,
-    "routed_expert_hidden_size": None,
-    "latent_moe_use_norm": False,
-}
+# Four experts, so that every one of them gets tokens.
+FEW = {"num_experts": 4, "num_experts_per_token": 2}
 VARIANTS = {
     "k3": {},
-    "kimi-linear": KIMI_LINEAR,
-    "dense": {"num_experts": None, "num_experts_per_token": None},
+    "kimi-linear": tiny.KIMI_LINEAR,
+    "dense": tiny.DENSE,
     "grouped-routing": {"num_expert_group": 2, "topk_group": 1},
     "tied": {"tie_word_embeddings": True},
 }
@@ -70,11 +22,11 @@ VARIANTS = {
 
 def build(seed=0, dtype=torch.float32, **changes):
     torch.manual_seed(seed)
-    return KimiK3ForCausalLM._from_config(small_config(**changes), dtype=dtype)
+    return KimiK3ForCausalLM._from_config(tiny.config("kkmkm", **{**FEW, **changes}), dtype=dtype)
 
 
 def batch():
-    return torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
+    return torch.randint(3, tiny.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -88,13 +40,13 @@ def test_every_tensor_is_finite_and_follows_the_seed(variant, dtype):
     assert not torch.equal(model.model.embed_tokens.weight, other.model.embed_tokens.weight)
     ids = batch()
     loss = model(ids, labels=ids).loss.item()
-    assert loss == pytest.approx(math.log(96), abs=0.2)
+    assert loss == pytest.approx(math.log(tiny.VOCABULARY), abs=0.2)
 
 
 def test_initial_values_of_the_papers():
     bounded = build().model.layers[0].self_attn
     assert (bounded.A_log == 0).all(), "no channel of the bounded gate starts saturated"
-    softplus = build(**KIMI_LINEAR).model.layers[0].self_attn
+    softplus = build(**tiny.KIMI_LINEAR).model.layers[0].self_attn
     assert (softplus.A_log >= 0).all() and (softplus.A_log <= math.log(16)).all() and softplus.A_log.std() > 0
     for layer in (bounded, softplus):
         step = torch.nn.functional.softplus(layer.dt_bias)
@@ -158,7 +110,7 @@ def test_mixed_precision_keeps_the_float32_parts():
 def test_routing_bias_chooses_but_does_not_weigh():
     """Faults 104, 105: the same bias gives the same experts in train and eval, and moves no mixture weight."""
     router = build().model.layers[1].block_sparse_moe.gate
-    x = torch.randn(50, 64)
+    x = torch.randn(50, 56)
     router.e_score_correction_bias.copy_(torch.tensor([3.0, 0.0, 0.0, -3.0]))
     logits, chosen, weights = router.train()(x)
     assert (chosen == 0).any(-1).all() and not (chosen == 3).any()
@@ -170,14 +122,14 @@ def test_routing_bias_chooses_but_does_not_weigh():
 def test_group_limited_routing_keeps_to_the_best_groups():
     router = build(**VARIANTS["grouped-routing"]).model.layers[1].block_sparse_moe.gate
     router.e_score_correction_bias.copy_(torch.tensor([-9.0, -9.0, -9.5, -9.5]))  # masked groups must not win at 0
-    _, chosen, _ = router(torch.randn(50, 64))
+    _, chosen, _ = router(torch.randn(50, 56))
     groups = chosen // 2
     assert (groups[:, 0] == groups[:, 1]).all() and (groups == 0).all()
 
 
 def test_router_and_combine_are_float32_in_a_half_precision_model():
     moe = build(dtype=torch.bfloat16).model.layers[1].block_sparse_moe
-    logits, _, weights = moe.gate(torch.randn(5, 64).bfloat16())
+    logits, _, weights = moe.gate(torch.randn(5, 56).bfloat16())
     assert logits.dtype == weights.dtype == torch.float32
     assert moe.gate.e_score_correction_bias.dtype == torch.float32
 
@@ -186,7 +138,7 @@ def test_replacing_one_expert_changes_only_its_tokens():
     """Fault 13: experts are addressable."""
     model = build()
     moe = model.model.layers[1].block_sparse_moe
-    x = torch.randn(1, 40, 64)
+    x = torch.randn(1, 40, 56)
     before, _ = moe(x)
     chosen = moe.gate(x[0])[1]
     with torch.no_grad():
@@ -206,11 +158,8 @@ def test_transformers_expert_backends_agree(implementation):
     torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-3)
 
 
-def test_packed_experts_refuse_other_backends_and_start_sane(data_dir):
-    import json
-
-    quantization = json.loads((data_dir / "k3_tiny_mxfp4" / "config.json").read_text())["text_config"]
-    model = build(quantization_config=quantization["quantization_config"])
+def test_packed_experts_refuse_other_backends_and_start_sane():
+    model = build(**tiny.PACKED)
     experts = model.model.layers[1].block_sparse_moe.experts
     weight = mxfp4.dequantize_mxfp4(experts.gate_up_proj_packed, experts.gate_up_proj_scale, torch.float32)
     assert weight.std().item() == pytest.approx(0.02, rel=0.1)

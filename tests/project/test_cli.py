@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import tiny
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig, demo
 from kimi_k3 import __main__ as cli
 from kimi_k3.cli import common, generate
@@ -26,36 +27,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def save_checkpoint(folder, **changes):
     """Write a random two-layer model (one KDA, one MLA layer) with a tokenizer; `changes` are config keys."""
-    config = KimiK3TextConfig(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        linear_attn_config={
-            "kda_layers": [1],
-            "full_attn_layers": [2],
-            "num_heads": 2,
-            "head_dim": 16,
-            "short_conv_kernel_size": 4,
-            "gate_lower_bound": -5.0,
-            "use_full_rank_gate": True,
-        },
-        attn_res_block_size=2,
-        max_position_embeddings=POSITIONS,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=None,
-        **changes,
-    )
-    torch.manual_seed(0)
-    KimiK3ForCausalLM(config).save_pretrained(folder)
+    ids = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    tiny.model("km", max_position_embeddings=POSITIONS, **ids, **changes).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 
@@ -69,15 +42,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def packed_checkpoint(tmp_path_factory):
     """Folder of a float32 model whose routed experts are packed MXFP4."""
-    return save_checkpoint(
-        tmp_path_factory.mktemp("packed"),
-        num_experts=4,
-        num_experts_per_token=2,
-        num_shared_experts=1,
-        moe_intermediate_size=32,
-        routed_expert_hidden_size=32,
-        quantization_config={"format": "mxfp4-pack-quantized", "quant_method": "compressed-tensors"},
-    )
+    return save_checkpoint(tmp_path_factory.mktemp("packed"), **tiny.PACKED)
 
 
 @pytest.fixture

@@ -28,8 +28,9 @@ from hypothesis.stateful import (
 from peft import LoraConfig, get_peft_model
 
 import kimi_k3
+import tiny
 from kimi_k3 import CACHE_ARGUMENT as CACHE
-from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
+from kimi_k3 import HybridCache, KimiK3ForCausalLM
 from kimi_k3 import __main__ as cli
 from kimi_k3.cache_layers_kimi_k3 import LatentCacheLayer
 from kimi_k3.serving import prefix_cache, tiers
@@ -43,21 +44,13 @@ EXAMPLES, STEPS = int(os.environ.get("KIMI_K3_EXAMPLES", "5")), 50
 
 def small_model(seed=0):
     """KDA, MLA, KDA in float32, as small as the layers allow."""
-    torch.manual_seed(seed)
-    config = KimiK3TextConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=2, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
-        linear_attn_config={"kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 2, "head_dim": 16,
-                            "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "use_full_rank_gate": True},
-        attn_res_block_size=2, num_experts=None, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None,
-        pad_token_id=None, initializer_range=0.3,
-    )  # fmt: skip
-    return KimiK3ForCausalLM(config).eval()
+    settings = {"vocab_size": 32, "q_lora_rank": None, "max_position_embeddings": 4096, "initializer_range": 0.3}
+    return tiny.model("kmk", seed, **settings, **tiny.DENSE, **tiny.NO_SPECIAL)
 
 
 MODEL = small_model()
-STATE_BYTES = 2 * (2 * 16 * 16 + 3 * 3 * 32) * 4
-TOKEN_BYTES = 24 * 4 + 8
+STATE_BYTES = 2 * (5 * 8 * 8 + 3 * 3 * 40) * 4
+TOKEN_BYTES = (20 + 14) * 4 + 8
 
 
 def row(tokens):
@@ -415,9 +408,8 @@ def test_disk_full_two_processes_and_a_kill(tmp_path):
     """Fault 49: a process meets a full disk, then writes into a folder that this one uses at the same time, until it is
     killed. Nothing wrong is served, and everything it had flushed is there."""
     folder = str(tmp_path / "kept")
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-c", CHILD, folder, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-P", "-c", CHILD, folder, str(Path(__file__).parent)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=tiny.environment())
     try:
         assert child.stdout.readline() == "full\n"
         ours = make(device_bytes=0, folder=folder, disk_bytes=1 << 30)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import kimi_k3
-from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
+import tiny
 from kimi_k3.speculative.decoding import accept, probabilities, speculative_generate
 from kimi_k3.speculative.draft import DSparkConfig, DSparkDraft, rotary, rotated
 
@@ -16,26 +16,20 @@ pytestmark = pytest.mark.one_release
 
 SMALL = Path(kimi_k3.__file__).parent / "checkpoints" / "small"
 
+# Few tokens, so that each of them is often drawn.
+VOCABULARY, HIDDEN = 32, 56
 SIZES = DSparkConfig(
-    vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, q_lora_rank=16,
-    kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, target_layer_ids=(0, 1, 2), mask_token_id=31,
-    markov_rank=8, block_size=4,
+    vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3,
+    q_lora_rank=18, kv_lora_rank=20, qk_nope_head_dim=14, qk_rope_head_dim=8, v_head_dim=10, target_layer_ids=(0, 1, 2),
+    mask_token_id=31, markov_rank=9, block_size=4,
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model():
     """KDA, MLA, KDA in float32, random and far from uniform."""
-    torch.manual_seed(0)
-    config = KimiK3TextConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, q_lora_rank=None,
-        linear_attn_config={"kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 2, "head_dim": 16,
-                            "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "use_full_rank_gate": True},
-        attn_res_block_size=2, num_experts=None, initializer_range=0.3, bos_token_id=None, eos_token_id=None,
-        pad_token_id=None,
-    )  # fmt: skip
-    return KimiK3ForCausalLM(config).eval()
+    settings = {"vocab_size": VOCABULARY, "q_lora_rank": None, "initializer_range": 0.3}
+    return tiny.model("kmk", **settings, **tiny.DENSE, **tiny.NO_SPECIAL)
 
 
 def tokens(length, seed=0):
@@ -125,7 +119,7 @@ def test_rotary_positions_count_by_their_difference():
 
 def test_a_block_reads_all_of_itself_and_its_context(draft):
     """Not causal inside the block; a changed context changes every slot."""
-    taps = torch.randn(1, 7, 96)
+    taps = torch.randn(1, 7, 3 * HIDDEN)
     positions = torch.arange(7, 11)
     hidden = draft.block(torch.tensor([[5]]), positions, draft.context(taps, 0))
     mask = torch.ones(4, 11, dtype=torch.bool)
@@ -166,10 +160,10 @@ def test_files(model, draft, tmp_path):
     assert torch.equal(results[0].ids, results[1].ids) and results[0].accepted == results[1].accepted
     config = (tmp_path / "config.json").read_text()
     for old, new, said in (
-        ('"hidden_size": 32', '"hidden_size": 64', "hidden_size 64"),
+        ('"hidden_size": 56', '"hidden_size": 64', "hidden_size 64"),
         ('"rope_theta"', '"rope_scaling": {"type": "yarn"}, "rope_theta"', "rope_scaling"),
-        ('"markov_rank": 8', '"markov_rank": 9', "do not fit"),
-        ('"markov_rank": 8,', "", "lacks"),
+        ('"markov_rank": 9', '"markov_rank": 8', "do not fit"),
+        ('"markov_rank": 9,', "", "lacks"),
         ("    2\n", "    7\n", "taps layer 7"),
     ):
         (tmp_path / "config.json").write_text(config.replace(old, new))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
+import tiny
+from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.training import QuantileBalancer, QuantileBalancerCallback
 
 EXPERTS, TOP_K, BINS = 16, 3, 1000
@@ -17,41 +18,8 @@ EXPERTS, TOP_K, BINS = 16, 3, 1000
 def build(seed=0, skew=0.0, **changes):
     """A float64 model (rounding cannot move a token over the border of a bin) whose routers prefer some experts."""
     torch.manual_seed(seed)
-    config = KimiK3TextConfig(
-        **{
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 8,
-            "linear_attn_config": {
-                "full_attn_layers": [4],
-                "kda_layers": [1, 2, 3],
-                "head_dim": 16,
-                "num_heads": 2,
-                "short_conv_kernel_size": 4,
-                "use_full_rank_gate": True,
-                "gate_lower_bound": -5.0,
-            },
-            "attn_res_block_size": 2,
-            "num_experts": EXPERTS,
-            "num_experts_per_token": TOP_K,
-            "num_shared_experts": 1,
-            "moe_intermediate_size": 16,
-            "routed_expert_hidden_size": 16,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "pad_token_id": 2,
-            **changes,
-        }
-    )
-    model = KimiK3ForCausalLM(config).double().train()
+    settings = {"num_experts": EXPERTS, "num_experts_per_token": TOP_K, **changes}
+    model = KimiK3ForCausalLM(tiny.config("kkkm", hidden_size=33, **settings)).double().train()
     with torch.no_grad():
         for router in routers(model):
             router.weight.normal_(std=0.3)
@@ -292,7 +260,7 @@ def test_a_forward_that_is_not_finite_is_left_to_the_loss():
 
 @pytest.mark.one_release
 def test_two_processes_equal_one(tmp_path):
-    subprocess.run([sys.executable, "-P", __file__, str(tmp_path)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-P", __file__, str(tmp_path)], check=True, timeout=120, env=tiny.environment())
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
     model = build(skew=0.03)

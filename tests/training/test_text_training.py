@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import tiny
 from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3 import __main__ as cli
 from kimi_k3.kernels.cross_entropy import chunked_cross_entropy
@@ -21,6 +22,7 @@ from kimi_k3.training.text_data import DataError, PackedRows
 
 WORDS = "the cat sat on a mat and the dog ran to the big red barn by the old mill".split()
 VOCABULARY = 257
+END_OF_TEXT = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
 
 
 def byte_tokenizer():
@@ -42,41 +44,9 @@ TEXTS = [document(seed, 3 + seed % 5) for seed in range(40)]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A random MoE model of one KDA and one MLA layer, with a tokenizer of bytes."""
-    config = KimiK3TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        linear_attn_config={
-            "kda_layers": [1],
-            "full_attn_layers": [2],
-            "num_heads": 2,
-            "head_dim": 16,
-            "short_conv_kernel_size": 4,
-            "gate_lower_bound": -5.0,
-            "use_full_rank_gate": True,
-        },
-        attn_res_block_size=2,
-        num_experts=8,
-        num_experts_per_token=2,
-        num_shared_experts=1,
-        moe_intermediate_size=32,
-        routed_expert_hidden_size=32,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=None,
-    )
+    model = tiny.model("km", vocab_size=VOCABULARY, max_position_embeddings=256, **END_OF_TEXT)
     folder = tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(0)
-    KimiK3ForCausalLM(config).save_pretrained(folder)
+    model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 

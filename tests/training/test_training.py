@@ -8,52 +8,30 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
+import tiny
 from kimi_k3.kernels import experts as experts_op
 
-SOFTPLUS = {
-    "linear_attn_config": {
-        "kda_layers": [1, 3],
-        "full_attn_layers": [2],
-        "num_heads": 2,
-        "head_dim": 8,
-        "short_conv_kernel_size": 4,
-    },
-    "attn_res_block_size": None,
-    "hidden_act": "silu",
-    "mla_use_output_gate": False,
-    "q_lora_rank": None,
-    "routed_expert_hidden_size": None,
-    "latent_moe_use_norm": False,
-}
 VARIANTS = {
     "k3": {},
-    "kimi-linear": SOFTPLUS,
-    "dense": {"num_experts": None, "num_experts_per_token": None},
+    "kimi-linear": tiny.KIMI_LINEAR,
+    "dense": tiny.DENSE,
     "no-attn-res": {"attn_res_block_size": None},
     "tied": {"tie_word_embeddings": True},
 }
 
 
+# A token takes all of them: the order of a sum can then not decide which experts learn from it.
+EVERY_EXPERT = {"num_experts": 4, "num_experts_per_token": 4}
+
+
 def build(seed=0, **changes):
-    linear = {
-        "kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 2, "head_dim": 8, "short_conv_kernel_size": 4,
-        "gate_lower_bound": -5.0, "use_full_rank_gate": True,
-    }  # fmt: skip
-    config = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "linear_attn_config": linear,
-        "attn_res_block_size": 1, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16,
-        "routed_expert_hidden_size": 16, "num_shared_experts": 1, "initializer_range": 0.1,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    }  # fmt: skip
-    torch.manual_seed(seed)
-    return KimiK3ForCausalLM(KimiK3TextConfig(**{**config, **changes}))
+    few = {"num_experts": 4, "num_experts_per_token": 2}  # every expert gets tokens
+    settings = {**few, "attn_res_block_size": 1, "initializer_range": 0.1, **changes}
+    return tiny.model("kmk", seed, **settings).train()
 
 
 def tokens(rows, length, seed=0):
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, tiny.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
@@ -67,7 +45,7 @@ def test_seeds_reproduce_bit_for_bit(variant, checkpointing):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
         for _ in range(4):
-            ids = torch.randint(3, 64, (2, 70))
+            ids = torch.randint(3, tiny.VOCABULARY, (2, 70))
             losses.append(model(ids, labels=ids).loss)
             losses[-1].backward()
             optimizer.step()
@@ -133,7 +111,7 @@ def test_experts_of_another_process_add_nothing_in_training_on_a_gpu(monkeypatch
     """Their pairs are in no group of the product, which leaves what it does not compute as it was."""
     monkeypatch.setattr(experts_op, "groups_on_device", lambda *args: True)
     experts = build(initializer_range=1.0).model.layers[1].block_sparse_moe.experts
-    x, ids, weights = torch.randn(9, 16, requires_grad=True), torch.rand(9, 4).topk(2).indices, torch.rand(9, 2)
+    x, ids, weights = torch.randn(9, 32, requires_grad=True), torch.rand(9, 4).topk(2).indices, torch.rand(9, 2)
     whole, parts, matrices = experts(x, ids, weights), [], (experts.gate_up_proj.data, experts.down_proj.data)
     experts.num_experts = 2  # as the styles of expert parallelism do, ours and those of newer releases
     if hasattr(experts, "_is_expert_parallel"):
@@ -141,7 +119,7 @@ def test_experts_of_another_process_add_nothing_in_training_on_a_gpu(monkeypatch
     for rank in range(2):
         experts.gate_up_proj, experts.down_proj = (torch.nn.Parameter(m[2 * rank : 2 * rank + 2]) for m in matrices)
         elsewhere = ids // 2 != rank
-        dirty = [torch.full((18, size), float("nan")) for size in (16, 32) for _ in range(50)]
+        dirty = [torch.full((18, size), float("nan")) for size in (24, 32, 48) for _ in range(50)]
         del dirty  # memory that the product gets
         parts.append(experts(x, torch.where(elsewhere, 2, ids % 2), weights.masked_fill(elsewhere, 0.0)))
     torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-5)
@@ -153,8 +131,8 @@ def test_experts_of_another_process_add_nothing_in_training_on_a_gpu(monkeypatch
 def test_parts_of_experts_are_not_rounded_before_they_are_added(monkeypatch):
     """Tensor parallelism sums what every process makes of its part of the width, in float32 (docs/distributed.md)."""
     monkeypatch.setattr(experts_op, "groups_on_device", lambda *args: True)
-    experts = build(initializer_range=1.0).bfloat16().model.layers[1].block_sparse_moe.experts
-    inputs = torch.randn(9, 16).bfloat16(), torch.rand(9, 4).topk(2).indices, torch.rand(9, 2)
+    experts = build(initializer_range=1.0, moe_intermediate_size=16).bfloat16().model.layers[1].block_sparse_moe.experts
+    inputs = torch.randn(9, 32).bfloat16(), torch.rand(9, 4).topk(2).indices, torch.rand(9, 2)
     whole, total = experts(*inputs), 0
     gate_up, down = experts.gate_up_proj.unflatten(1, (2, 2, 8)), experts.down_proj.unflatten(2, (2, 8))
     for part in range(2):
@@ -235,7 +213,7 @@ def test_trainer_padded_and_packed(variant, tmp_path):
     """Faults 53, 54, 96: padding, packing and checkpointing train the same model, step by step."""
     runs = []
     for collator, changes in [*((name, {}) for name in COLLATORS), ("padded", {"gradient_checkpointing": True})]:
-        model = build(**VARIANTS[variant])
+        model = build(**{**EVERY_EXPERT, **VARIANTS[variant]})
         losses = train(model, tmp_path / f"{len(runs)}", collator, save_strategy="no", **changes)
         runs.append((losses, model.state_dict()))
     losses, weights = runs[0]
@@ -285,7 +263,7 @@ def test_resized_embeddings(variant, size, tmp_path):
     assert model.config.vocab_size == model.get_input_embeddings().weight.shape[0] == size
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (variant == "tied")
     after = model(ids, labels=ids)
-    kept = min(size, 64)
+    kept = min(size, tiny.VOCABULARY)
     torch.testing.assert_close(after.logits[..., :kept], before[..., :kept])
     assert after.logits.shape[-1] == size and torch.isfinite(after.loss)
     text = model.generate(ids, max_new_tokens=6, do_sample=False)
@@ -318,7 +296,7 @@ def test_random_packings_equal_each_document_alone(data):
     width = max(map(sum, lengths)) + (int(torch.randint(1, 9, (1,), generator=generator)) if gaps else 0)
     if not gaps and len({sum(row) for row in lengths}) > 1:
         gaps = True
-    ids = torch.randint(3, 64, (rows, width), generator=generator)
+    ids = torch.randint(3, tiny.VOCABULARY, (rows, width), generator=generator)
     mask, positions, places = torch.zeros_like(ids), torch.zeros_like(ids), []
     for row, documents in enumerate(lengths):
         columns = torch.randperm(width, generator=generator)[: sum(documents)].sort().values
