@@ -28,7 +28,7 @@ SSD = 7e9  # bytes/s of one drive, one a GPU
 
 @dataclass
 class Store:
-    """One tier: whole sessions, the least recently used first, and the bytes that they take (`size_of` their tokens)."""
+    """One tier: whole sessions, the least recently used first, and the bytes they take (`size_of` their tokens)."""
 
     name: str
     capacity: float
