@@ -21,10 +21,12 @@ import json
 import math
 import os
 import struct
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import (
     ConversionOps,
     MergeModulelist,
@@ -42,6 +44,12 @@ if list(inspect.signature(PreTrainedModel._load_pretrained_model).parameters)[:4
     raise ImportError("this transformers release has changed its checkpoint loader; use transformers >=5.17,<=5.24")
 
 
+# (name in the file, safetensors dtype, shape)
+Stored = tuple[str, str, tuple[int, ...]]
+# (packed codes, scales, dtype) -> values
+Decoder = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+
+
 def padded_heads(heads: int) -> int:
     """Length of `A_log` in a released file: the next power of two, at least 32 (96 heads are stored as 128)."""
     return max(32, 1 << (heads - 1).bit_length())
@@ -57,7 +65,10 @@ class HeadsFromFile(ConversionOps):
     def __init__(self, file_shape: tuple[int, ...] | None):
         self.file_shape = file_shape
 
-    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, model=None, **kwargs):
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
+        full_layer_name: str = "", model: Any = None, **kwargs: Any,
+    ) -> dict[str, Any]:  # fmt: skip
         (tensors,) = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
         heads = model.config.get_text_config(decoder=True).linear_attn_config["num_heads"]
@@ -72,7 +83,7 @@ class HeadsFromFile(ConversionOps):
         return {target_patterns[0]: tensor[:heads].clone()}
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> "HeadsToFile":
         return HeadsToFile(self.file_shape)
 
 
@@ -82,7 +93,10 @@ class HeadsToFile(ConversionOps):
     def __init__(self, file_shape: tuple[int, ...] | None):
         self.file_shape = file_shape
 
-    def convert(self, input_dict, source_patterns, target_patterns, model=None, **kwargs):
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], model: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:  # fmt: skip
         (tensors,) = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
         shape = self.file_shape
@@ -93,7 +107,7 @@ class HeadsToFile(ConversionOps):
         return {target_patterns[0]: torch.cat([tensor, padding]).view(shape)}
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> HeadsFromFile:
         return HeadsFromFile(self.file_shape)
 
 
@@ -103,19 +117,23 @@ class StackExperts(MergeModulelist):
     By its base class the loader knows that it collects experts, and reads only a process's own.
     """
 
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+    def convert(  # type: ignore[override]  # the base's is decorated
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
         matrices = [torch.stack(input_dict.pop(pattern)) for pattern in source_patterns]
         return {target_patterns[0]: matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim=1)}
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> "UnstackExperts":
         return UnstackExperts()
 
 
 class UnstackExperts(ConversionOps):
     """[E, rows, columns] to the tensors of every expert."""
 
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
         (tensors,) = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
         return {
@@ -125,18 +143,21 @@ class UnstackExperts(ConversionOps):
         }
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> StackExperts:
         return StackExperts()
 
 
 class DequantizeExperts(MergeModulelist):
     """Packed experts of a file to one floating-point parameter [E, rows, columns], one expert at a time."""
 
-    def __init__(self, dequantize):
+    def __init__(self, dequantize: Decoder):
         super().__init__()
         self.dequantize = dequantize
 
-    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, model=None, **kwargs):
+    def convert(  # type: ignore[override]  # the base's is decorated
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
+        full_layer_name: str = "", model: Any = None, **kwargs: Any,
+    ) -> dict[str, Any]:  # fmt: skip
         dtype = model.get_parameter(full_layer_name).dtype
         # patterns come in pairs (packed, scale) for each matrix of an expert: w1, w3 or w2
         pairs = [
@@ -152,12 +173,15 @@ class DequantizeExperts(MergeModulelist):
         return {target_patterns[0]: torch.stack(experts)}
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> NoReturn:
         raise NotImplementedError("dequantized experts are saved as floating point")
 
 
 def weight_conversions(
-    config, expert_storage: str, dequantize=None, a_log_shape: tuple[int, ...] | None = None
+    config: PreTrainedConfig,
+    expert_storage: str,
+    dequantize: Decoder | None = None,
+    a_log_shape: tuple[int, ...] | None = None,
 ) -> list[WeightTransform]:
     """Conversions between the released layout and a model.
 
@@ -173,6 +197,7 @@ def weight_conversions(
     if not config.get_text_config(decoder=True).num_experts:
         return conversions
     if expert_storage == "dequantize":
+        assert dequantize is not None
         for parts, target in ((("w1", "w3"), "gate_up_proj"), (("w2",), "down_proj")):
             sources = [rf"\.experts.*.{w}.weight_{kind}" for w in parts for kind in ("packed", "scale")]
             conversions.append(
@@ -241,17 +266,17 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
     return header, 8 + length
 
 
-def _describes_tensor(entry) -> bool:
+def _describes_tensor(entry: Any) -> bool:
     """Whether an entry of a header has a dtype, a shape and two offsets."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
-    numbers = [entry.get("shape"), entry.get("data_offsets")]
-    if not all(isinstance(each, list) and all(type(n) is int and n >= 0 for n in each) for each in numbers):
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
         return False
-    return len(numbers[1]) == 2
+    return all(type(n) is int and n >= 0 for n in (*shape, *offsets))
 
 
-def read_headers(files: list[str | os.PathLike]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def read_headers(files: Iterable[str | os.PathLike]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Names, dtypes and shapes of safetensors files, without their data.
 
     Raises:
@@ -295,7 +320,7 @@ def check_headers(
         ValueError: for a wrong shape or number format, a tensor that is there twice, a missing expert tensor, or
             experts stored in the other form.
     """
-    found = {}
+    found: dict[str, Stored] = {}
     for name, entry in read_headers(files).items():
         plain = plain_name(apply_renamings(name, renamings))
         if plain in found:
@@ -311,7 +336,10 @@ def check_headers(
 
 
 def check_tensors(
-    found: dict[str, tuple], expected: dict[str, tuple], expert_storage: str, ignore_mismatched_sizes: bool = False
+    found: Mapping[str, Stored],
+    expected: Mapping[str, Stored],
+    expert_storage: str,
+    ignore_mismatched_sizes: bool = False,
 ) -> None:
     """The judgement of `check_headers`, on plain name -> (name as it stands, safetensors dtype, shape)."""
     has_layers = any(plain.startswith("layers.") for plain in found)
@@ -383,7 +411,10 @@ NATIVE_DENSE_MLP = tuple(
 )
 
 
-def load_checked(model, state_dict, checkpoint_files, load_config, conversions, expert_storage, *args, **kwargs):
+def load_checked(
+    model: PreTrainedModel, state_dict: dict[str, torch.Tensor] | None, checkpoint_files: list[str] | None,
+    load_config: Any, conversions: list[WeightTransform], expert_storage: str, *args: Any, **kwargs: Any,
+) -> tuple[Any, ...]:  # fmt: skip
     """transformers' `_load_pretrained_model` with our conversions, after the headers were checked."""
     # What transformers collected for us is the user's `key_mapping` and the renamings of old formats.
     renamings = [entry for entry in load_config.weight_mapping or () if isinstance(entry, WeightRenaming)]

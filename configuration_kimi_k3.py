@@ -16,6 +16,7 @@ Facts a reader needs:
 
 import copy
 import math
+import os
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -228,7 +229,9 @@ class KimiK3TextConfig(PreTrainedConfig):
                 )
 
     @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         if config_dict.get("text_config") is not None:
             # Some tools copy the quantization section to the top level.
@@ -241,7 +244,7 @@ class KimiK3TextConfig(PreTrainedConfig):
         return config_dict, kwargs
 
     @classmethod
-    def from_dict(cls, config_dict, **kwargs):
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "KimiK3TextConfig":
         """Build from a file's dict: keys that it leaves out are absent features, not the released model's values."""
         if not isinstance(config_dict.get("linear_attn_config"), dict):
             raise ValueError(
@@ -304,10 +307,11 @@ class KimiK3TextConfig(PreTrainedConfig):
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
         """Style of every weight under tensor parallelism (`docs/distributed.md`); those of `kimi_k3_*` are ours."""
-        names = ("input_layernorm", "post_attention_layernorm")
+        names = ["input_layernorm", "post_attention_layernorm"]
         if self.attn_res_block_size is not None:
-            names += ("self_attention_res_norm", "self_attention_res_proj", "mlp_res_norm", "mlp_res_proj")
-        attention, feed_forward = {}, {}
+            names += ["self_attention_res_norm", "self_attention_res_proj", "mlp_res_norm", "mlp_res_proj"]
+        attention: dict[str, str] = {}
+        feed_forward: dict[str, str] = {}
         if "linear_attention" in self.layer_types:
             low_rank = () if self.linear_attn_config.get("use_full_rank_gate") else ("g_a_proj",)
             gate = "g_b_proj" if low_rank else "g_proj"
@@ -317,8 +321,8 @@ class KimiK3TextConfig(PreTrainedConfig):
             attention |= dict.fromkeys(("f_a_proj", *low_rank, "o_norm"), "kimi_k3_whole")
         if "full_attention" in self.layer_types:
             query = ("q_proj",) if self.q_lora_rank is None else ("q_b_proj",)
-            gate = ("g_proj",) if self.mla_use_output_gate else ()
-            attention |= dict.fromkeys((*query, "kv_b_proj", *gate), "kimi_k3_rows")
+            output_gate = ("g_proj",) if self.mla_use_output_gate else ()
+            attention |= dict.fromkeys((*query, "kv_b_proj", *output_gate), "kimi_k3_rows")
             latent = () if self.q_lora_rank is None else ("q_a_proj", "q_a_layernorm")
             attention |= dict.fromkeys((*latent, "kv_a_proj_with_mqa", "kv_a_layernorm"), "kimi_k3_whole")
         attention["o_proj"] = "kimi_k3_columns"
@@ -330,9 +334,8 @@ class KimiK3TextConfig(PreTrainedConfig):
             for matrix in self._expert_parameters:
                 moe[f"experts.{matrix}"] = "packed_colwise" if matrix.startswith("gate_up") else "rowwise"
             if self.routed_expert_hidden_size is not None:
-                latent = ("routed_expert_down_proj", "routed_expert_up_proj")
-                latent += ("routed_expert_norm",) if self.latent_moe_use_norm else ()
-                moe |= dict.fromkeys(latent, "kimi_k3_whole")
+                norm = ("routed_expert_norm",) if self.latent_moe_use_norm else ()
+                moe |= dict.fromkeys(("routed_expert_down_proj", "routed_expert_up_proj", *norm), "kimi_k3_whole")
             if self.num_shared_experts:
                 moe |= {f"shared_experts.{name}": style for name, style in cut_mlp.items()}
             feed_forward |= {f"block_sparse_moe.{name}": style for name, style in moe.items()}
@@ -342,9 +345,9 @@ class KimiK3TextConfig(PreTrainedConfig):
             **feed_forward,
             **dict.fromkeys(names, "kimi_k3_whole"),
         }
-        ends = ("norm",)
+        ends = ["norm"]
         if self.attn_res_block_size is not None:
-            ends += ("output_attn_res_norm", "output_attn_res_proj")
+            ends += ["output_attn_res_norm", "output_attn_res_proj"]
         return {
             "embed_tokens": "embedding_rowwise",
             **{f"layers.*.{name}": style for name, style in layer.items()},
@@ -352,13 +355,13 @@ class KimiK3TextConfig(PreTrainedConfig):
         }
 
     @base_model_tp_plan.setter
-    def base_model_tp_plan(self, plan: dict[str, str]):
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
         # Older releases assign the plan again, with the embedding's entry, when embeddings are tied.
         if plan != self.base_model_tp_plan:
             raise AttributeError("base_model_tp_plan follows from the sizes: give another one to DistributedConfig")
 
     @property
-    def base_model_ep_plan(self) -> dict[str, str] | None:
+    def base_model_ep_plan(self) -> dict[str, str] | None:  # type: ignore[override]  # transformers reads it only
         """Whole experts on every process; None without experts."""
         if "sparse" not in self.mlp_layer_types:
             return None
@@ -369,10 +372,13 @@ class KimiK3TextConfig(PreTrainedConfig):
         }
 
     @property
-    def base_model_pp_plan(self) -> dict[str, tuple[list[str], list[str]]]:
+    def base_model_pp_plan(self) -> dict[str, tuple[list[str], list[str]]]:  # type: ignore[override]  # as above
         """What enters and leaves each part of a pipeline; `blocks` are the sums of finished blocks (none at first)."""
         stream = ["partial", "blocks"] if self.attn_res_block_size is not None else ["partial"]
-        plan = {"embed_tokens": (["input_ids"], ["partial"]), "layers": ([*stream, "attention_mask"], stream)}
+        plan: dict[str, tuple[list[str], list[str]]] = {
+            "embed_tokens": (["input_ids"], ["partial"]),
+            "layers": ([*stream, "attention_mask"], stream),
+        }
         if self.attn_res_block_size is not None:
             plan["output_attn_res_norm"] = ([], ["norm_weight"])
             plan["output_attn_res_proj"] = ([], ["query"])
@@ -397,7 +403,7 @@ class KimiK3TextConfig(PreTrainedConfig):
                 "keep one"
             )
 
-    def _validate_size(self, name: str):
+    def _validate_size(self, name: str) -> None:
         smallest, optional = _SIZES[name]
         value = getattr(self, name)
         if value is None and optional:
@@ -628,7 +634,7 @@ class KimiK3Config(PreTrainedConfig):
             )
 
     @classmethod
-    def from_dict(cls, config_dict, **kwargs):
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "KimiK3Config":
         if config_dict.get("text_config") is None and "hidden_size" in config_dict:
             raise ValueError("this is a flat text config: use KimiK3TextConfig and KimiK3ForCausalLM, or an Auto class")
         return super().from_dict(config_dict, **kwargs)

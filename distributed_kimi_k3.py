@@ -13,10 +13,13 @@ two of them. Attention Residuals pass the finished blocks too, so the forward is
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -24,20 +27,22 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .layers_kimi_k3 import run_layers
 from .packing_kimi_k3 import causal_mask, find_packing
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 if dist.is_available():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 MXFP4_GROUP = 32
 
 
-def complete_gradient(x: torch.Tensor, mesh) -> torch.Tensor:
+def complete_gradient(x: torch.Tensor, mesh: "DeviceMesh") -> torch.Tensor:
     """x, the same on every process, for a computation of which each does a part: backward sums their gradients."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-def sum_over_processes(x: torch.Tensor, mesh) -> torch.Tensor:
+def sum_over_processes(x: torch.Tensor, mesh: "DeviceMesh") -> torch.Tensor:
     """The sum of all processes' parts; backward, each gets the whole gradient. In place without autograd."""
     if torch.is_grad_enabled() and x.requires_grad:
         return (
@@ -49,12 +54,12 @@ def sum_over_processes(x: torch.Tensor, mesh) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def local_parameters(module: nn.Module, mesh):
+def local_parameters(module: nn.Module, mesh: "DeviceMesh") -> Iterator[None]:
     """Inside, the parameters of `module` and its children are this process's parts, as plain tensors.
 
     One that every process holds whole gets the sum of their gradients, and of `A_log` [heads] the own heads are there.
     """
-    kept = []
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is None:
@@ -63,12 +68,13 @@ def local_parameters(module: nn.Module, mesh):
             if name == "A_log":
                 local = local.chunk(mesh.size())[mesh.get_local_rank()]
             if local is not parameter:
-                kept.append((child._parameters, name, parameter))
-                child._parameters[name] = local
+                replaced.append((child._parameters, name, parameter))
+                # A view of the parameter, or what becomes its gradient: no parameter, and not to be made one.
+                child._parameters[name] = local  # type: ignore[assignment]
     try:
         yield
     finally:
-        for parameters, name, parameter in kept:
+        for parameters, name, parameter in replaced:
             parameters[name] = parameter
 
 
@@ -82,25 +88,25 @@ class Part(TensorParallelLayer):
     def __init__(self, dim: int | None):
         self.dim = dim
 
-    def shard_param(self, module, param, mesh):
-        whole = module._parameters[param]
+    def shard_param(self, module: nn.Module, param: str, mesh: "DeviceMesh") -> None:
+        whole = module.get_parameter(param)
         if self.dim is not None:
             part = distribute_tensor(whole, mesh, [Shard(self.dim % whole.dim())], src_data_rank=None)
             module._parameters[param] = nn.Parameter(part, requires_grad=whole.requires_grad)
 
-    def install_forward(self, module, mesh):
+    def install_forward(self, module: nn.Module, mesh: "DeviceMesh") -> nn.Module:
         return module
 
 
 class OwnHeads(TensorParallelLayer):
     """A KDA or MLA layer on a process's own heads: recurrent states are cut with them, latents are whole everywhere."""
 
-    def shard_param(self, module, param, mesh):
+    def shard_param(self, module: nn.Module, param: str, mesh: "DeviceMesh") -> None:
         # `A_log` stays whole: files pad it in several ways, so that a part of the file is not a part of the heads.
         if param != "A_log":
             Part(0).shard_param(module, param, mesh)
 
-    def install_forward(self, module, mesh):
+    def install_forward(self, module: Any, mesh: "DeviceMesh") -> nn.Module:
         module.num_heads //= mesh.size()
         whole_forward = module.forward
 
@@ -125,7 +131,7 @@ class OwnExperts(TensorParallelLayer):
     are numbered past the last one, with a weight of zero.
     """
 
-    def install_forward(self, module, mesh):
+    def install_forward(self, module: Any, mesh: "DeviceMesh") -> nn.Module:
         whole_forward, experts = module.forward, module.num_experts
 
         def forward(hidden_states, top_k_index, top_k_weights):
@@ -140,34 +146,35 @@ class OwnExperts(TensorParallelLayer):
 
 
 if dist.is_available():
-    ALL_PARALLEL_STYLES.register("kimi_k3_rows", Part(0))
-    ALL_PARALLEL_STYLES.register("kimi_k3_columns", Part(-1))
-    ALL_PARALLEL_STYLES.register("kimi_k3_whole", Part(None))
-    ALL_PARALLEL_STYLES.register("kimi_k3_heads", OwnHeads())
-    if "ep_dispatch_experts" not in ALL_PARALLEL_STYLES:
-        ALL_PARALLEL_STYLES.register("ep_dispatch_experts", OwnExperts())
+    styles: Any = ALL_PARALLEL_STYLES  # annotated as a table of functions, though transformers' own are none
+    styles.register("kimi_k3_rows", Part(0))
+    styles.register("kimi_k3_columns", Part(-1))
+    styles.register("kimi_k3_whole", Part(None))
+    styles.register("kimi_k3_heads", OwnHeads())
+    if "ep_dispatch_experts" not in styles:
+        styles.register("ep_dispatch_experts", OwnExperts())
 
 
-def _only_experts(distributed_config) -> bool:
+def _only_experts(distributed_config: Any) -> bool:
     if hasattr(distributed_config, "ep_size"):
         return distributed_config.tp_plan == {}
     return distributed_config.enable_expert_parallel
 
 
-def without_tensor_parallelism(model, distributed_config):
+def without_tensor_parallelism(model: PreTrainedModel, distributed_config: Any) -> Any:
     """`enable_expert_parallel` alone: the releases that make an empty `tp_plan` of it refuse that as a missing one."""
     if not hasattr(distributed_config, "ep_size") or not _only_experts(distributed_config):
         return distributed_config
-    model._tp_plan = dict.fromkeys(model._tp_plan, "kimi_k3_whole")
+    model._tp_plan = dict.fromkeys(model._tp_plan or (), "kimi_k3_whole")
     return dataclasses.replace(distributed_config, tp_plan=None)
 
 
-def check_fit(model: nn.Module, distributed_config) -> None:
+def check_fit(model: PreTrainedModel, distributed_config: Any) -> None:
     """Refuse a number of processes that does not divide the sizes it cuts, before a weight is read.
 
     Args:
         model: before it is cut, perhaps on the meta device.
-        distributed_config: transformers' `DistributedConfig`.
+        distributed_config: transformers' `DistributedConfig`, whose fields differ between releases.
 
     Raises:
         ValueError: with every misfit and its numbers.
@@ -220,7 +227,7 @@ class PipelinePart(nn.Module):
         model: a `KimiK3ForCausalLM` that was loaded with `DistributedConfig(pp_size=...)`.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         super().__init__()
         self.model = model
         self.layers = [layer for layer in model.model.layers if not isinstance(layer, PipelineIdentityLayer)]
@@ -232,7 +239,14 @@ class PipelinePart(nn.Module):
         block_size, first = self.layers[0].block_size, self.layers[0].layer_idx
         return 1 if block_size is None else 1 + -(-first // block_size)
 
-    def forward(self, *streams, attention_mask=None, position_ids=None, cu_seq_lens_q=None, logits_to_keep=0):
+    def forward(
+        self,
+        *streams: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """
         Args:
             streams: ids [B, T] for the first stage, for others what the one before returned.
@@ -245,14 +259,14 @@ class PipelinePart(nn.Module):
         partial, *blocks = (backbone.embed_tokens(streams[0]),) if stage.pp_is_first_stage else streams
         packing = find_packing(attention_mask, position_ids, cu_seq_lens_q, partial, None)
         mask = causal_mask(backbone.config, partial, attention_mask, None, packing)
-        partial, blocks = run_layers(self.layers, partial, blocks, attention_mask=mask, packing=packing)
+        partial, finished = run_layers(self.layers, partial, blocks, attention_mask=mask, packing=packing)
         if not stage.pp_is_last_stage:
-            return (partial, *blocks)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return self.model.lm_head(backbone.output_norm(partial, *blocks)[:, kept])
+            return (partial, *finished)
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return self.model.lm_head(backbone.output_norm(partial, *finished)[:, positions])
 
 
-def pipeline_forward(model: nn.Module):
+def pipeline_forward(model: Any) -> Callable[..., CausalLMOutputWithPast]:
     """The forward of a model of which this process has one stage: all call it with the same ids, all get the logits.
 
     For evaluation; gradients stop at the stage, so training goes through `torch.distributed.pipelining`.

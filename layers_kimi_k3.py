@@ -4,6 +4,9 @@ The operations live in `kernels/`, each with its torch reference; this file hold
 them (`docs/design.md` draws it).
 """
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,7 +18,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from .cache_kimi_k3 import HybridCache
-from .cache_layers_kimi_k3 import KDAForward
+from .cache_layers_kimi_k3 import (
+    KDACacheLayer,
+    KDAForward,
+    LatentCacheLayer,
+    StaticKDACacheLayer,
+    StaticLatentCacheLayer,
+)
 from .configuration_kimi_k3 import KimiK3TextConfig
 from .kernels_kimi_k3 import (
     attn_res,
@@ -39,6 +48,10 @@ from .rollback_kimi_k3 import KDAState, ProjectedInputs
 LATENT_NORM_EPS = 1e-6
 # Scores [T, H, S] of the absorbed form that may be in memory at once: 64 MB in float32. More go in blocks of keys.
 MOST_SCORES = 1 << 24
+
+
+# In the form of the attention implementation: [B, 1, T, S], boolean or additive; [B, S]; flex attention's; or none.
+Mask = torch.Tensor | BlockMask | None
 
 
 def at_least_float32() -> torch.dtype:
@@ -122,11 +135,11 @@ class KimiK3DeltaAttention(nn.Module):
 
     def forward(
         self,
-        hidden_states,
+        hidden_states: torch.Tensor,
         cache: HybridCache | None = None,
         packing: Packing | StepPacking | None = None,
-        context=None,
-    ):
+        context: Any = None,
+    ) -> torch.Tensor:
         """[B, T, hidden] -> [B, T, hidden]; reads and advances the layer's state in `cache`.
 
         `context` knows the tokens before these where they lie on other processes (`parallel/context.py`).
@@ -135,7 +148,9 @@ class KimiK3DeltaAttention(nn.Module):
         if context is not None:
             convolve, recur = context.short_convs, context.fused_kda
         batch, length, _ = hidden_states.shape
-        cache_layer = cache.layers[self.layer_idx] if cache is not None else None
+        cache_layer: KDACacheLayer | StaticKDACacheLayer | None = None
+        if cache is not None:
+            cache_layer = cache.layers[self.layer_idx]
         before = cache_layer.read(hidden_states.device) if cache_layer is not None else KDAState()
         real = None
         if isinstance(packing, StepPacking):  # every row computes, those at padding do not keep the result
@@ -189,7 +204,10 @@ class KimiK3DeltaAttention(nn.Module):
         return self.o_proj(out)
 
 
-def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+def eager_attention_forward(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """softmax(q k^T scaling + mask) v with a float32 softmax; query [B, H, T, D], key and value [B, H, S, D / V]."""
     weights = torch.matmul(query, key.transpose(2, 3)) * scaling
     if attention_mask is not None:
@@ -231,15 +249,15 @@ class KimiK3MLAttention(nn.Module):
 
     def forward(
         self,
-        hidden_states,
-        attention_mask=None,
+        hidden_states: torch.Tensor,
+        attention_mask: Mask = None,
         cache: HybridCache | None = None,
-        packing: Packing | None = None,
+        packing: Packing | StepPacking | None = None,
         need_weights: bool = False,
         in_blocks: bool = False,
-        context=None,
-        **kwargs,
-    ):
+        context: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[B, T, hidden] -> ([B, T, hidden], attention weights [B, H, T, S] or None).
 
         With `need_weights` the attention runs eagerly, whatever implementation is set: the fused ones have none.
@@ -247,14 +265,15 @@ class KimiK3MLAttention(nn.Module):
         `context` reaches the tokens on other processes (`parallel/context.py`).
         """
         rows, columns, _ = hidden_states.shape
-        ragged = (
-            packing is not None and cache is None and not need_weights and is_flash_attention_requested(self.config)
-        )
-        if ragged:  # flash kernels know no mask between documents: as in KDA, real tokens only, end to end
-            hidden_states, attention_mask = packing.take(hidden_states), None
-            offsets = packing.cu_seqlens.to(torch.int32)
+        ragged = None
+        if isinstance(packing, Packing) and cache is None and not need_weights:
+            # flash kernels know no mask between documents: as in KDA, real tokens only, end to end
+            ragged = packing if is_flash_attention_requested(self.config) else None
+        if ragged is not None:
+            hidden_states, attention_mask = ragged.take(hidden_states), None
+            offsets = ragged.cu_seqlens.to(torch.int32)
             kwargs |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
-            kwargs |= {"max_length_q": packing.longest, "max_length_k": packing.longest}
+            kwargs |= {"max_length_q": ragged.longest, "max_length_k": ragged.longest}
         batch, length, _ = hidden_states.shape
         if self.config.q_lora_rank is None:
             query = self.q_proj(hidden_states)
@@ -265,8 +284,9 @@ class KimiK3MLAttention(nn.Module):
         latents = torch.cat([self.kv_a_layernorm(latent), k_pe], dim=-1)
         filled = None
         if cache is not None:
-            latents = cache.layers[self.layer_idx].append(latents)
-            filled = cache.layers[self.layer_idx].get_seq_length()
+            cache_layer: LatentCacheLayer | StaticLatentCacheLayer = cache.layers[self.layer_idx]
+            latents = cache_layer.append(latents)
+            filled = cache_layer.get_seq_length()
 
         if context is not None:
             out, weights = context.attention(self, query, latents, **kwargs), None
@@ -282,7 +302,7 @@ class KimiK3MLAttention(nn.Module):
         if self.config.mla_use_output_gate:
             out = out * torch.sigmoid(self.g_proj(hidden_states))
         out = self.o_proj(out)
-        return packing.put_back(out, rows, columns) if ragged else out, weights
+        return ragged.put_back(out, rows, columns) if ragged is not None else out, weights
 
     def _absorbing_is_cheaper(self, queries: int, keys: int) -> bool:
         """Multiplications a head: expanding costs `kv_rank * (nope + v)` a key, absorbing makes each pair wider."""
@@ -292,13 +312,15 @@ class KimiK3MLAttention(nn.Module):
         wider = 2 * self.kv_rank - self.nope_dim - self.v_dim
         return queries * wider < self.kv_rank * (self.nope_dim + self.v_dim)
 
-    def _scores_are_many(self, query, latents) -> bool:
+    def _scores_are_many(self, query: torch.Tensor, latents: torch.Tensor) -> bool:
         """Too many of the absorbed form for memory: never those of one token; the kernel keeps none."""
         batch, heads, length, _ = query.shape
         many = length > 1 and batch * heads * length * latents.shape[1] > MOST_SCORES
         return many and not mla_decode.is_fused(query, latents, self.rope_dim)
 
-    def _keys_and_values(self, latents, heads: int | None = None, kv_b=None):
+    def _keys_and_values(
+        self, latents: torch.Tensor, heads: int | None = None, kv_b: nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, S, R + P] -> keys [B, H, S, nope + rope] and values [B, H, S, V].
 
         `kv_b` stands in for `kv_b_proj` where it makes some of the heads only, `heads` of them.
@@ -357,7 +379,7 @@ class KimiK3MLAttention(nn.Module):
         return out.transpose(1, 2), weights.view(batch, length, heads, -1).transpose(1, 2)
 
     @staticmethod
-    def _explicit_mask(mask, query, keys: int):
+    def _explicit_mask(mask: Mask, query: torch.Tensor, keys: int) -> torch.Tensor | None:
         """The mask of any implementation as one to add to scores [B, H, T, S]; None for a token that reads all keys.
 
         Args:
@@ -383,17 +405,35 @@ class KimiK3MLAttention(nn.Module):
 def glu(config: KimiK3TextConfig, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """The gated activation that the config names; without `up`, gate is [..., 2 m] with the columns of both."""
     if config.hidden_act == "situ":
-        return situ.situ_glu(gate, up, config.activation_situ_beta, config.activation_situ_linear_beta)
+        beta = config.activation_situ_beta
+        assert beta is not None  # the configuration has checked it
+        return situ.situ_glu(gate, up, beta, config.activation_situ_linear_beta)
     return situ.swiglu(gate, up)
 
 
-def fused_experts(experts: nn.Module, *arguments) -> torch.Tensor | None:
+def fused_experts(
+    experts: "KimiK3Experts | KimiK3PackedExperts",
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor | None:
     """`kernels.experts.fused_experts` with the gated activation that the config names."""
-    config, betas = experts.config, (None, None)
-    if config.hidden_act == "situ":
-        betas = config.activation_situ_beta, config.activation_situ_linear_beta
+    config = experts.config
+    is_situ = config.hidden_act == "situ"
+    betas = (config.activation_situ_beta, config.activation_situ_linear_beta) if is_situ else (None, None)
     # Expert parallelism marks the tokens of other processes' experts with numbers past the last of its own.
-    return experts_op.fused_experts(*arguments, *betas, experts.num_experts < config.num_experts)
+    elsewhere = experts.num_experts < expert_sizes(config)[0]
+    return experts_op.fused_experts(x, expert_ids, expert_weights, gate_up, down, scales, *betas, elsewhere)
+
+
+def expert_sizes(config: KimiK3TextConfig) -> tuple[int, int, int]:
+    """Of a MoE layer: the number of routed experts, the width that they work in, the width between their matrices."""
+    experts, inner = config.num_experts, config.moe_intermediate_size
+    assert experts is not None and inner is not None  # without experts there are no such layers
+    return experts, config.routed_expert_hidden_size or config.hidden_size, inner
 
 
 class KimiK3MLP(nn.Module):
@@ -406,33 +446,37 @@ class KimiK3MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(glu(self.config, self.gate_proj(x), self.up_proj(x)))
 
 
 class KimiK3TopkRouter(nn.Module):
     """Sigmoid router in float32. The selection bias decides which experts are chosen, never how they are weighted."""
 
+    e_score_correction_bias: torch.Tensor
+
     def __init__(self, config: KimiK3TextConfig):
         super().__init__()
         self.config = config
         dtype = torch.get_default_dtype() if config.has_softplus_gate else at_least_float32()
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        experts, _, _ = expert_sizes(config)
+        self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
         # A buffer: it is moved by a balancing rule, not by gradients.
-        self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts, dtype=dtype))
+        self.register_buffer("e_score_correction_bias", torch.zeros(experts, dtype=dtype))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, hidden] -> logits [T, E] float32, chosen experts [T, k], their weights [T, k] float32."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         with kda.full_precision(x.device):
             logits = F.linear(x.to(dtype), self.weight.to(dtype))
-        config = self.config
+        config, top_k = self.config, self.config.num_experts_per_token
+        assert top_k is not None  # there are experts
         groups = (config.num_expert_group or 1, config.topk_group or 1) if config.use_grouped_topk else (1, 1)
         chosen, weights = router.choose_experts(
             logits,
             self.e_score_correction_bias,
-            config.num_experts_per_token,
-            config.moe_renormalize and config.num_experts_per_token > 1,
+            top_k,
+            config.moe_renormalize and top_k > 1,
             config.routed_scaling_factor,
             *groups,
         )
@@ -445,15 +489,17 @@ class KimiK3Experts(nn.Module):
 
     def __init__(self, config: KimiK3TextConfig):
         super().__init__()
-        self.config, self.num_experts = config, config.num_experts
-        size, width = config.routed_expert_hidden_size or config.hidden_size, config.moe_intermediate_size
+        self.config = config
+        self.num_experts, size, width = expert_sizes(config)
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * width, size))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, size, width))
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         return glu(self.config, gate_up)
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         """[T, D] -> [T, D], combined with the float32 routing weights in float32 (and rounded once by some paths).
 
         The Triton kernels where they run; where they do not, a grouped matrix product for training on a GPU, and
@@ -464,11 +510,11 @@ class KimiK3Experts(nn.Module):
         if out is not None:
             return out
         # Expert parallelism marks the tokens of other processes with numbers past the last expert.
-        parallel = self.num_experts < self.config.num_experts
+        parallel = self.num_experts < expert_sizes(self.config)[0]
         on_device = experts_op.groups_on_device(hidden_states, *weights)
         if on_device and not parallel and not torch.compiler.is_compiling():
             # Tensor parallelism cuts the width, and adds what every process makes of its part in this dtype.
-            cut = self.gate_up_proj.shape[1] < 2 * self.config.moe_intermediate_size
+            cut = self.gate_up_proj.shape[1] < 2 * expert_sizes(self.config)[2]
             dtype = top_k_weights.dtype if cut else hidden_states.dtype
             return experts_op.sorted_experts(
                 hidden_states, top_k_index, top_k_weights, *weights, self._apply_gate, dtype
@@ -490,10 +536,15 @@ class KimiK3Experts(nn.Module):
 class KimiK3PackedExperts(nn.Module):
     """Routed experts as packed MXFP4: bytes in, bytes out, one expert decoded at a time when tokens hit it."""
 
+    gate_up_proj_packed: nn.Parameter  # codes, two a byte
+    gate_up_proj_scale: nn.Parameter  # a byte for 32 of them
+    down_proj_packed: nn.Parameter
+    down_proj_scale: nn.Parameter
+
     def __init__(self, config: KimiK3TextConfig):
         super().__init__()
-        self.config, self.num_experts = config, config.num_experts
-        size, width = config.routed_expert_hidden_size or config.hidden_size, config.moe_intermediate_size
+        self.config = config
+        self.num_experts, size, width = expert_sizes(config)
         for name, rows, columns in (("gate_up_proj", 2 * width, size), ("down_proj", size, width)):
             for kind, bytes_a_row in (("packed", columns // 2), ("scale", columns // mxfp4.GROUP)):
                 data = torch.empty(self.num_experts, rows, bytes_a_row, dtype=torch.uint8)
@@ -502,7 +553,9 @@ class KimiK3PackedExperts(nn.Module):
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         return glu(self.config, gate_up)
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         """[T, D] -> [T, D] float32. Compiled, the experts of all tokens are decoded at once: meant for few tokens."""
         weights = self.gate_up_proj_packed, self.down_proj_packed
         scales = self.gate_up_proj_scale, self.down_proj_scale
@@ -538,19 +591,19 @@ class KimiK3SparseMoeBlock(nn.Module):
 
     def __init__(self, config: KimiK3TextConfig):
         super().__init__()
+        _, size, width = expert_sizes(config)
         self.latent = config.routed_expert_hidden_size is not None
         self.gate = KimiK3TopkRouter(config)
         self.experts = (KimiK3Experts if config.expert_quantization is None else KimiK3PackedExperts)(config)
         if self.latent:
-            size = config.routed_expert_hidden_size
             self.routed_expert_down_proj = nn.Linear(config.hidden_size, size, bias=False)
             if config.latent_moe_use_norm:
                 self.routed_expert_norm = KimiK3RMSNorm(size, config.rms_norm_eps)
             self.routed_expert_up_proj = nn.Linear(size, config.hidden_size, bias=False)
         if config.num_shared_experts:
-            self.shared_experts = KimiK3MLP(config, config.moe_intermediate_size * config.num_shared_experts)
+            self.shared_experts = KimiK3MLP(config, width * config.num_shared_experts)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, T, hidden] -> ([B, T, hidden], router logits [B * T, E])."""
         flat = x.flatten(0, 1)
         logits, chosen, weights = self.gate(flat)
@@ -618,9 +671,10 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         return self.block_size is not None and self.layer_idx % self.block_size == 0
 
     def forward(
-        self, partial, *blocks, attention_mask=None, cache=None, packing=None, context=None, need_weights=False,
-        in_blocks=False, **kwargs
-    ):  # fmt: skip
+        self, partial: torch.Tensor | None, *blocks: torch.Tensor, attention_mask: Mask = None,
+        cache: HybridCache | None = None, packing: Packing | StepPacking | None = None, context: Any = None,
+        need_weights: bool = False, in_blocks: bool = False, **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """
         Args:
             partial: [B, T, hidden], or None at a block's first layer, whose attention output begins the sum.
@@ -670,7 +724,13 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         return mixed, layernorm(mixed)
 
 
-def run_layers(layers, partial, blocks=(), observe=None, **arguments):
+def run_layers(
+    layers: Iterable[KimiK3DecoderLayer],
+    partial: torch.Tensor,
+    blocks: Sequence[torch.Tensor] = (),
+    observe: Callable[..., None] | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """A stream through decoder layers. Here, and nowhere else, blocks of Attention Residuals are sealed: the running
     sum becomes a finished block where the next block's first layer begins.
 
@@ -685,9 +745,10 @@ def run_layers(layers, partial, blocks=(), observe=None, **arguments):
         the running sum and the finished blocks.
     """
     for layer in layers:
+        running: torch.Tensor | None = partial
         if layer.starts_block:
-            partial, blocks = None, (*blocks, partial)
-        partial, read, weights, logits = layer(partial, *blocks, **arguments)
+            running, blocks = None, (*blocks, partial)
+        partial, read, weights, logits = layer(running, *blocks, **arguments)
         if observe is not None:
             observe(partial, hidden_states=read, attentions=weights, router_logits=logits)
     return partial, blocks

@@ -6,10 +6,15 @@ only, laid end to end (`cu_seqlens`); the MLA layers mask instead, except with f
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask
+
+from .cache_kimi_k3 import HybridCache
 
 
 @dataclasses.dataclass
@@ -33,7 +38,7 @@ class Packing:
         """Tokens of the longest sequence."""
         return int(self.cu_seqlens.diff().max())
 
-    def to(self, device) -> "Packing":
+    def to(self, device: torch.device | str) -> "Packing":
         """The packing for a layer on `device`; the hooks that join several devices call it, as they do for tensors."""
         if self.order.device == torch.device(device):
             return self
@@ -57,12 +62,18 @@ class StepPacking:
     real: torch.Tensor
     documents: None = None
 
-    def to(self, device) -> "StepPacking":
+    def to(self, device: torch.device | str) -> "StepPacking":
         """As `Packing.to`."""
         return StepPacking(self.real.to(device))
 
 
-def find_packing(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> Packing | StepPacking | None:
+def find_packing(
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cu_seq_lens: torch.Tensor | None,
+    embeds: torch.Tensor,
+    cache: HybridCache | None,
+) -> Packing | StepPacking | None:
     """Find padding and packed documents; None for a plain batch, in which every row is one sequence of real tokens.
 
     Args:
@@ -109,7 +120,13 @@ def find_packing(attention_mask, position_ids, cu_seq_lens, embeds, cache) -> Pa
     return Packing(order, F.pad(lengths.cumsum(0), (1, 0)), documents)
 
 
-def causal_mask(config, embeds, attention_mask, cache, packing):
+def causal_mask(
+    config: PreTrainedConfig,
+    embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: HybridCache | None,
+    packing: Packing | StepPacking | None,
+) -> torch.Tensor | BlockMask | None:
     """transformers' causal mask in the form of the config's attention implementation; documents do not see each other.
 
     Args:
@@ -175,16 +192,16 @@ def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cac
     return starts
 
 
-def packed_offsets(kwargs) -> torch.Tensor | None:
+def packed_offsets(kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Take the packing arguments of the collators out of `kwargs`; the offsets of the documents are returned."""
     seq_idx = kwargs.pop("seq_idx", None)
-    offsets = [kwargs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens_k")]
+    named = [kwargs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens_k")]
     for name in ("max_length_q", "max_length_k"):
         kwargs.pop(name, None)
-    offsets = [each for each in offsets if each is not None]
-    if any(other is not offsets[0] and not torch.equal(other, offsets[0].to(other)) for other in offsets[1:]):
+    passed = [each for each in named if each is not None]
+    if any(other is not passed[0] and not torch.equal(other, passed[0].to(other)) for other in passed[1:]):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k name different documents")
-    offsets = offsets[0] if offsets else None
+    offsets = passed[0] if passed else None
     if offsets is None and seq_idx is not None:
         if seq_idx.dim() != 2 or seq_idx.shape[0] != 1:
             raise ValueError(f"seq_idx numbers the documents of one packed row, but has shape {tuple(seq_idx.shape)}")

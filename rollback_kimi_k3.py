@@ -6,6 +6,7 @@ over the tokens that stay.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,11 +24,12 @@ class KDAState(NamedTuple):
     tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     recurrent: torch.Tensor | None = None
 
-    def map(self, function) -> "KDAState":
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "KDAState":
         """The state with `function` applied to each of its tensors."""
-        if self.recurrent is None:
+        if self.tails is None or self.recurrent is None:
             return self
-        return KDAState(tuple(function(tail) for tail in self.tails), function(self.recurrent))
+        q, k, v = self.tails
+        return KDAState((function(q), function(k), function(v)), function(self.recurrent))
 
 
 @dataclasses.dataclass
@@ -50,7 +52,15 @@ class ProjectedInputs:
     plain: bool
 
     @classmethod
-    def of_forward(cls, projected, logits, weights, order, batch: int, length: int) -> "ProjectedInputs":
+    def of_forward(
+        cls,
+        projected: tuple[torch.Tensor, ...],
+        logits: tuple[torch.Tensor, ...],
+        weights: tuple,
+        order: torch.Tensor | None,
+        batch: int,
+        length: int,
+    ) -> "ProjectedInputs":
         """
         Args:
             projected, logits: q, k, v before the convolution, and of decay and beta; [B, T, P], or [1, n, P] of the
@@ -69,7 +79,7 @@ class ProjectedInputs:
             order is None,
         )
 
-    def _map(self, function) -> "ProjectedInputs":
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "ProjectedInputs":
         tokens = tuple(function(x) for x in self.tokens)
         return dataclasses.replace(self, tokens=tokens, rows=function(self.rows), columns=function(self.columns))
 
@@ -77,7 +87,7 @@ class ProjectedInputs:
         """The tokens at `index` (positions or a mask), copied, so that the others can be freed."""
         return self._map(lambda x: x[index])
 
-    def to(self, device) -> "ProjectedInputs":
+    def to(self, device: torch.device) -> "ProjectedInputs":
         return self._map(lambda x: x.to(device))
 
     def of_rows(self, indices: list[int]) -> "ProjectedInputs":
