@@ -1,6 +1,7 @@
 """What the subcommands of `kimi-k3` share: the parser, errors for users, loading, and types of arguments."""
 
 import argparse
+import contextlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -30,6 +31,15 @@ def run_or_explain(prog: str, run, args: argparse.Namespace) -> int:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+@contextlib.contextmanager
+def explained(*errors: type[Exception]):
+    """Around a block or a command: the text of these `errors` is a sentence for the user too."""
+    try:
+        yield
+    except errors as error:
+        raise UsageError(str(error)) from error
 
 
 def read_config(folder: Path) -> KimiK3TextConfig:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ..cli.common import UsageError, at_least_one, check_picture
+from ..cli.common import UsageError, at_least_one, check_picture, explained
 
 # --- kimi-k3 cost ----------------------------------------------------------------------------------------------------
 
@@ -28,10 +28,8 @@ def run_cost(args: argparse.Namespace) -> None:
 
     if args.picture is not None:
         check_picture(args.picture)
-    try:
+    with explained(ValueError):
         costs = [report.read_cost(path) for path in args.config]
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     print(report.report(costs, args.gpu, args.gpus, args.context), end="")
     if args.picture is not None:
         report.draw(costs, args.gpu, args.gpus, args.picture)

@@ -9,6 +9,7 @@ from ..cli.common import (
     at_least_one,
     check_picture,
     choose_device,
+    explained,
     load_model,
     load_tokenizer,
     number,
@@ -30,13 +31,11 @@ def run_cache(args: argparse.Namespace) -> None:
 
     if args.check and args.action == "clear":
         raise UsageError("--check belongs to stats: clear deletes broken files too")
-    try:
+    with explained(OSError, ValueError):
         if args.action == "clear":
             print(f"{prefix_folder.clear(args.folder):,} bytes freed")
             return
         models = prefix_folder.inspect(args.folder, args.check)
-    except (OSError, ValueError) as error:
-        raise UsageError(str(error)) from error
     for model in models:
         print(
             f"model {model.namespace[:12]}: {model.states:,} states and {model.segments:,} segments of "
@@ -103,7 +102,7 @@ def run_replay(args: argparse.Namespace) -> None:
         if args.simulate is None:
             raise UsageError("--picture belongs to --simulate")
         check_picture(args.picture)
-    try:
+    with explained(ValueError):
         sessions = trace.read(args.trace)
         if args.simulate is None:
             replay_model(args, trace.smaller(sessions, args.scale))
@@ -123,8 +122,6 @@ def run_replay(args: argparse.Namespace) -> None:
             )
         options = {"minutes": args.minutes, "write_through": args.write_through}
         simulated = curves.simulate(cost, node, sessions, args.concurrency, tiers, **options)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     print(curves.simulated_table(simulated), end="")
     if args.picture is not None:
         title = f"{cost.name} on {args.gpus} x {args.gpu}, simulated"

@@ -11,6 +11,7 @@ from ..cli.common import (
     add_seed,
     at_least_one,
     choose_device,
+    explained,
     load_model,
     load_tokenizer,
     number,
@@ -77,10 +78,8 @@ def run_train(args: argparse.Namespace) -> None:
         seed=args.seed,
         split_long=args.split_long,
     )
-    try:
+    with explained(DataError, FloatingPointError):
         TextTraining(model, tokenizer, run, args.out, args.save_every).train()
-    except (DataError, FloatingPointError) as error:
-        raise UsageError(str(error)) from error
 
 
 # name: (help, declares the arguments, runs)
