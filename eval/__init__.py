@@ -1,28 +1,24 @@
 """Evaluation: a recall suite over the length of the context for any causal language model, and its pictures."""
 
-import importlib
+from .endpoint import EndpointReader
+from .haystack import Haystack, open_haystack
+from .reader import ModelReader
+from .run import Plan, evaluate, parse_length, summary
+from .sizing import EvalError, Prompt, Question, Tokens
+from .suite import TASKS
 
-# Imported when they are asked for: every command of `kimi-k3` imports this package, and few need its contents.
-_MODULES = {
-    "TASKS": "suite",
-    "EndpointReader": "endpoint",
-    "EvalError": "sizing",
-    "Haystack": "haystack",
-    "ModelReader": "reader",
-    "Plan": "run",
-    "Prompt": "sizing",
-    "Question": "sizing",
-    "Tokens": "sizing",
-    "evaluate": "run",
-    "open_haystack": "haystack",
-    "parse_length": "run",
-    "summary": "run",
-}
-
-__all__ = list(_MODULES)
-
-
-def __getattr__(name):
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+__all__ = [
+    "TASKS",
+    "EndpointReader",
+    "EvalError",
+    "Haystack",
+    "ModelReader",
+    "Plan",
+    "Prompt",
+    "Question",
+    "Tokens",
+    "evaluate",
+    "open_haystack",
+    "parse_length",
+    "summary",
+]

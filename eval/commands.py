@@ -6,75 +6,66 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from ..cli.common import UsageError, at_least_one, choose_device, load_tokenizer, read_config, refuse_without_matplotlib
+from ..cli.common import (
+    UsageError,
+    at_least_one,
+    choose_device,
+    explained,
+    load_tokenizer,
+    read_config,
+    refuse_without_matplotlib,
+)
+from . import cost, report, run
+from .endpoint import EndpointReader
+from .haystack import open_haystack
+from .reader import ModelReader
+from .run import Plan, evaluate, parse_length, summary
+from .sizing import EvalError, Tokens
+from .suite import TASKS
 
 # --- kimi-k3 eval ----------------------------------------------------------------------------------------------------
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of any causal language model of transformers")
-    parser.add_argument("--tasks", required=True, metavar="A,B", help="names in docs/evaluation.md, or all")
-    parser.add_argument("--lengths", required=True, metavar="4k,32k", help="tokens of a prompt, exactly")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="RUN", help="run folder; one that exists is continued"
-    )
-    parser.add_argument(
-        "--haystack",
-        nargs="+",
-        default=["repeat"],
-        metavar="H",
-        help="what facts are hidden in: repeat (default), noise, or text files",
-    )
-    parser.add_argument("--depths", type=at_least_one, default=5, metavar="N", help="places of a fact (default: 5)")
-    parser.add_argument("--samples", type=at_least_one, default=10, metavar="N", help="texts a cell (default: 10)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="decides all texts (default: 0)")
-    parser.add_argument("--batch", type=at_least_one, metavar="N", help="rows of a forward (default: by length)")
-    parser.add_argument(
-        "--chunk", type=at_least_one, default=4096, metavar="N", help="tokens a forward (default: 4096)"
-    )
-    parser.add_argument(
-        "--trained-length",
-        type=at_least_one,
-        metavar="N",
-        help="marked in the pictures (default: max_position_embeddings)",
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        help="default: float32 on a CPU, on a GPU that of the checkpoint (auto)",
-    )
-    parser.add_argument("--endpoint", metavar="URL", help="ask a completion server, such as http://localhost:8000/v1")
-    parser.add_argument("--endpoint-model", metavar="NAME", help="the server's name of the model (default: MODEL)")
-    parser.add_argument(
-        "--timeout",
-        type=at_least_one,
-        default=600,
-        metavar="S",
-        help="seconds for one answer of a server (default: 600)",
-    )
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="folder of any causal language model of transformers")
+    add("--tasks", required=True, metavar="A,B", help="names in docs/evaluation.md, or all")
+    add("--lengths", required=True, metavar="4k,32k", help="tokens of a prompt, exactly")
+    add("--out", type=Path, required=True, metavar="RUN", help="run folder; one that exists is continued")
+    about = "what facts are hidden in: repeat (default), noise, or text files"
+    add("--haystack", nargs="+", default=["repeat"], metavar="H", help=about)
+    add("--depths", type=at_least_one, default=5, metavar="N", help="places of a fact (default: 5)")
+    add("--samples", type=at_least_one, default=10, metavar="N", help="texts a cell (default: 10)")
+    add("--seed", type=int, default=0, metavar="S", help="decides all texts (default: 0)")
+    add("--batch", type=at_least_one, metavar="N", help="rows of a forward (default: by length)")
+    add("--chunk", type=at_least_one, default=4096, metavar="N", help="tokens a forward (default: 4096)")
+    about = "marked in the pictures (default: max_position_embeddings)"
+    add("--trained-length", type=at_least_one, metavar="N", help=about)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
+    about = "default: float32 on a CPU, on a GPU that of the checkpoint (auto)"
+    add("--dtype", choices=("auto", "float32", "bfloat16"), help=about)
+    add("--endpoint", metavar="URL", help="ask a completion server, such as http://localhost:8000/v1")
+    add("--endpoint-model", metavar="NAME", help="the server's name of the model (default: MODEL)")
+    about = "seconds for one answer of a server (default: 600)"
+    add("--timeout", type=at_least_one, default=600, metavar="S", help=about)
 
 
+@explained(EvalError)
 def run_eval(args: argparse.Namespace) -> None:
     """Ask a model for what is hidden in long texts; the run folder gets results, pictures and a page."""
     refuse_without_matplotlib()
-    from . import EvalError, Plan, Tokens, evaluate, open_haystack, parse_length, report, run, suite, summary
-
-    try:
-        names = tuple(suite.TASKS) if args.tasks == "all" else tuple(args.tasks.split(","))
-        lengths = tuple(parse_length(length) for length in args.lengths.split(","))
-        plan = Plan(names, lengths, args.depths, args.samples, args.seed)
-        device = choose_device(args.device)
-        if not args.model.is_dir():
-            raise UsageError(f"there is no checkpoint folder {args.model}")
-        tokens = Tokens(load_tokenizer(args.model))
-        haystack = open_haystack(args.haystack, tokens)
-        plan.check(haystack, tokens)
-        run.touch(args.out / run.RESULTS)
-        reader = eval_reader(args, tokens, device)
-        lines = evaluate(reader, tokens, haystack, plan, args.out)
-    except EvalError as error:
-        raise UsageError(str(error)) from error
+    names = tuple(TASKS) if args.tasks == "all" else tuple(args.tasks.split(","))
+    lengths = tuple(parse_length(length) for length in args.lengths.split(","))
+    plan = Plan(names, lengths, args.depths, args.samples, args.seed)
+    device = choose_device(args.device)
+    if not args.model.is_dir():
+        raise UsageError(f"there is no checkpoint folder {args.model}")
+    tokens = Tokens(load_tokenizer(args.model))
+    haystack = open_haystack(args.haystack, tokens)
+    plan.check(haystack, tokens)
+    run.touch(args.out / run.RESULTS)
+    reader = eval_reader(args, tokens, device)
+    lines = evaluate(reader, tokens, haystack, plan, args.out)
     mark = report.Mark(args.trained_length, "trained on") if args.trained_length else configured_length(reader)
     page = report.write_report(lines, args.out, f"Recall of {args.model.name}", mark)
     print(report.table(summary(lines)))
@@ -88,8 +79,6 @@ def run_eval(args: argparse.Namespace) -> None:
 
 def eval_reader(args: argparse.Namespace, tokens, device: torch.device):
     """A reader of the endpoint, or of the folder's model, whatever its class."""
-    from . import EndpointReader, ModelReader
-
     if args.endpoint is not None:
         return EndpointReader(args.endpoint, args.endpoint_model or str(args.model), tokens, args.timeout)
     try:
@@ -105,46 +94,37 @@ def eval_reader(args: argparse.Namespace, tokens, device: torch.device):
 
 def configured_length(reader):
     """The number of positions in a model's config, as a mark for the pictures; None where it has none."""
-    from .report import Mark
-
     model = getattr(reader, "model", None)
     config = model.config.get_text_config(decoder=True) if isinstance(model, torch.nn.Module) else None
     length = getattr(config, "max_position_embeddings", None)
-    return Mark(length, "max_position_embeddings") if length else None
+    return report.Mark(length, "max_position_embeddings") if length else None
 
 
 # --- kimi-k3 eval-cost -----------------------------------------------------------------------------------------------
 
 
 def add_eval_cost_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder with a config.json; no weights are read")
-    parser.add_argument("--lengths", required=True, metavar="4k,32k", help="tokens of context")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="RUN", help="run folder; one that exists is continued"
-    )
-    parser.add_argument("--rows", type=at_least_one, default=1, metavar="N", help="sequences at once (default: 1)")
-    parser.add_argument("--steps", type=at_least_one, default=32, metavar="N", help="decoded tokens (default: 32)")
-    parser.add_argument(
-        "--chunk", type=at_least_one, default=4096, metavar="N", help="tokens a forward (default: 4096)"
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="folder with a config.json; no weights are read")
+    add("--lengths", required=True, metavar="4k,32k", help="tokens of context")
+    add("--out", type=Path, required=True, metavar="RUN", help="run folder; one that exists is continued")
+    add("--rows", type=at_least_one, default=1, metavar="N", help="sequences at once (default: 1)")
+    add("--steps", type=at_least_one, default=32, metavar="N", help="decoded tokens (default: 32)")
+    add("--chunk", type=at_least_one, default=4096, metavar="N", help="tokens a forward (default: 4096)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
 
 
+@explained(EvalError)
 def run_eval_cost(args: argparse.Namespace) -> None:
     """Time to first token, decoding and cache by length, beside the same model with full attention everywhere."""
     refuse_without_matplotlib()
-    from . import EvalError, cost, parse_length
-
     device = choose_device(args.device)
     config = read_config(args.model)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    try:
-        lengths = tuple(dict.fromkeys(parse_length(length) for length in args.lengths.split(",")))
-        plan = cost.CostPlan(lengths, args.rows, args.steps, args.chunk)
-        lines = cost.measure(config, plan, args.out, device, dtype)
-    except EvalError as error:
-        raise UsageError(str(error)) from error
+    lengths = tuple(dict.fromkeys(parse_length(length) for length in args.lengths.split(",")))
+    plan = cost.CostPlan(lengths, args.rows, args.steps, args.chunk)
+    lines = cost.measure(config, plan, args.out, device, dtype)
     cost.draw(lines, args.out / "cost.png")
     print(cost.table(lines))
     print(f"picture: {args.out / 'cost.png'}")
