@@ -5,8 +5,11 @@ or another program that gets the text reads the same tokens. The text grows by w
 further one fits; the last tokens are filled with the beginning of one more piece of filler.
 """
 
+import bisect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _CONTEXT = 256  # characters before the filling that are tokenized with it: it does not change the tokens farther back
 _TRIALS = 8
@@ -15,7 +18,7 @@ _WINDOW = 32  # characters around the estimated end of the filling that are trie
 # more where a tokenizer cannot add as few as that.
 _SPARE = (1, 8, 24, 64)
 _GAP = 96  # most tokens that the filling may have to make up for
-_ENDINGS = ("", ".", " a", " I", "...", " .", "!", " -", "?!")  # where no cut of the filler alone fits exactly
+_ENDINGS = (".", " a", " I", "...", " .", "!", " -", "?!")  # where no cut of the filler alone fits exactly
 
 
 class EvalError(ValueError):
@@ -117,11 +120,10 @@ def fit(draft: Draft, length: int, tokens: Tokens) -> list[Prompt]:
         EvalError: if no text has exactly that number of tokens with this tokenizer.
     """
     for spare in _SPARE:
-        body, questions, measured, count = _grow(draft, length, spare, tokens)
-        front = draft.head + body
-        behind = front[-_CONTEXT:]
-        beyond = count - tokens.count(behind + measured)  # tokens before the last _CONTEXT characters
-        prompts = [_fill(draft, front, beyond, question, length, tokens) for question in questions]
+        body = _grow(draft, length, spare, tokens)
+        front = draft.head + body.text
+        beyond = body.count - tokens.count(front[-_CONTEXT:] + body.tail)  # tokens before the last _CONTEXT characters
+        prompts = [_fill(draft, front, beyond, question, length, tokens) for question in body.questions]
         if None not in prompts:
             return prompts
     raise EvalError(f"the tokenizer makes no text of exactly {length} tokens here: choose another length or haystack")
@@ -129,38 +131,43 @@ def fit(draft: Draft, length: int, tokens: Tokens) -> list[Prompt]:
 
 def fewest_tokens(draft: Draft, tokens: Tokens) -> int:
     """The smallest length of a draft's prompts."""
-    return _measure(draft, draft.fewest, tokens)[0] + _SPARE[0]
+    return _measure(draft, draft.fewest, tokens).count + _SPARE[0]
+
+
+class _Body(NamedTuple):
+    """A draft built of `units` units; `count` is its tokens with the longest tail."""
+
+    units: int
+    text: str
+    questions: list[Question]
+    tail: str
+    count: int
 
 
 def _measure(draft, units, tokens):
-    """(tokens with the longest tail, what `_grow` returns) of a body of `units` units."""
-    body, questions = draft.build(units)
-    longest = max((question.tail for question in questions), key=tokens.count)
-    count = tokens.count(draft.head + body + longest)
-    return count, (body, questions, longest, count)
+    text, questions = draft.build(units)
+    tail = max((question.tail for question in questions), key=tokens.count)
+    return _Body(units, text, questions, tail, tokens.count(draft.head + text + tail))
 
 
 def _grow(draft, length, spare, tokens):
-    """(body, questions, longest tail, tokens with it): `spare` tokens or more are left, up to `_GAP` or one unit."""
-
+    """The body that leaves `spare` tokens or more, up to `_GAP` or one unit of them."""
     room = length - spare
-    low, (low_count, best) = draft.fewest, _measure(draft, draft.fewest, tokens)
-    if low_count > room:
-        raise TooShort(low_count + spare)
-    high, high_count = None, None
-    while room - low_count > _GAP and (high is None or high > low + 1):
+    low, high = _measure(draft, draft.fewest, tokens), None
+    if low.count > room:
+        raise TooShort(low.count + spare)
+    while room - low.count > _GAP and (high is None or high.units > low.units + 1):
         if high is None:
-            per_unit = max(low_count / max(low, 1), 1e-3)
-            guess = low + max(int((room - low_count) / per_unit), 1)
+            more = int((room - low.count) / (low.count / low.units))
         else:
-            share = (room - low_count) / max(high_count - low_count, 1)
-            guess = low + min(max(int((high - low) * share), 1), high - low - 1)
-        count, made = _measure(draft, guess, tokens)
-        if count <= room:
-            low, low_count, best = guess, count, made
+            share = (room - low.count) / (high.count - low.count)
+            more = min(int((high.units - low.units) * share), high.units - low.units - 1)
+        body = _measure(draft, low.units + max(more, 1), tokens)
+        if body.count <= room:
+            low = body
         else:
-            high, high_count = guess, count
-    return best
+            high = body
+    return low
 
 
 def _fill(draft, front, beyond, question, length, tokens):
@@ -191,18 +198,12 @@ def _filling_of(source, count, added):
 
     `added` is almost monotonic in the number of characters: bisection finds the place, around which cuts are tried.
     """
-    low, high = 0, len(source)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if added(source[:middle]) >= count else (middle + 1, high)
-    around = sorted(range(max(low - _WINDOW, 0), min(low + _WINDOW, len(source)) + 1), key=lambda end: abs(end - low))
-    whole = [
-        end for end in around if source[end : end + 1] in ("", " ", "\n") and source[:end] == source[:end].rstrip()
-    ]
-    whole = [0, *whole] if low == 0 else whole
-    for ends, endings in ((whole, ("",)), (around, ("",)), (around, _ENDINGS[1:])):
-        for end in ends:
-            for ending in endings:
-                if added(source[:end] + ending) == count:
-                    return source[:end] + ending
-    return None
+    place = bisect.bisect_left(range(len(source)), count, key=lambda end: added(source[:end]))
+    nearby = range(max(place - _WINDOW, 0), min(place + _WINDOW, len(source)) + 1)
+    cuts = sorted(nearby, key=lambda end: abs(end - place))
+    whole = [end for end in cuts if source[end : end + 1] in ("", " ", "\n") and not source[:end][-1:].isspace()]
+    if place == 0:
+        whole = [0, *whole]
+    trials = itertools.chain(((end, "") for end in (*whole, *cuts)), itertools.product(cuts, _ENDINGS))
+    fillings = (source[:end] + ending for end, ending in trials)
+    return next((filling for filling in fillings if added(filling) == count), None)
