@@ -527,15 +527,15 @@ class PrefixCache:
         if kind == LATENTS:
             behind = [segment]
             for lost in behind:
-                behind += lost.children
+                behind += lost.children.values()
             for lost in reversed(behind):
                 self._forget(lost)
             segment = segment.parent
         elif self.index.has(segment):  # states behind it would now be computed from further back
-            behind = list(segment.children)
+            behind = list(segment.children.values())
             for later in behind:
                 if not self._held(later, STATE):
-                    behind += later.children
+                    behind += later.children.values()
                     continue
                 for tier in self.tiers:
                     tier.revalue((later.key, STATE), self._flops_without(later, STATE))

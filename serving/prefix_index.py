@@ -1,4 +1,4 @@
-"""Which prefixes are kept: a tree of segments, found by chained hashes of token blocks.
+"""Which prefixes are kept: a tree of segments, walked along a prompt from the empty text on.
 
 A segment is what one forward added (or a run of one-token forwards, `steps`): its tokens, the latents of all MLA layers
 for them, and the recurrent states of all KDA layers behind them. Rounding depends on how a text was split into
@@ -33,24 +33,22 @@ class Segment:
 
     Attributes:
         key: names it, in memory and on disk.
-        tokens: its own ones.
+        tokens: its own ones, [n] int64.
         steps: computed one token at a time (decoding) instead of in one forward.
         forward: hash of what its forward read, if that made several segments; else empty.
-        block_hash, remainder: chained hash of the full token blocks up to `end`, and the tokens after the last of them.
-        covered: the chained hashes of the full blocks that end inside this segment.
+        first: bytes of its tokens up to the end of a block: a text that differs in them shares no block with it.
+        children: by key, the eldest first.
         pins: number of users of it or of a segment behind it; it stays while there are any.
     """
 
     key: str
     parent: "Segment | None"
     start: int
-    tokens: tuple[int, ...]
+    tokens: numpy.ndarray
+    first: bytes
     steps: bool
-    block_hash: bytes
-    remainder: tuple[int, ...]
-    covered: tuple[bytes, ...]
     forward: bytes = b""
-    children: set["Segment"] = field(default_factory=set)
+    children: dict[str, "Segment"] = field(default_factory=dict)
     pins: int = 0
 
     @property
@@ -89,17 +87,14 @@ class PrefixIndex:
     Attributes:
         namespace: hex digest that names the model, here and on the disk.
         block: tokens of a block.
-        root: the empty text, which every other goes on from; its hash begins all chains, so that no key of one model is
-            one of another's.
+        root: the empty text, which every other goes on from; its key is hashed into all others, so that no key of one
+            model is one of another's.
     """
 
     def __init__(self, namespace: str, block: int):
         self.namespace, self.block = namespace, block
-        empty = chained(bytes.fromhex(namespace))
-        self.root = Segment(empty.hex(), None, 0, (), False, empty, (), ())
+        self.root = Segment(chained(bytes.fromhex(namespace)).hex(), None, 0, numpy.empty(0, "<i8"), b"", False)
         self.segments: dict[str, Segment] = {}
-        self._ending: dict[bytes, list[Segment]] = {}
-        self._covering: dict[bytes, int] = {}
 
     def has(self, segment: Segment) -> bool:
         """Whether a text can continue behind it: it is the root, or was not forgotten."""
@@ -107,67 +102,36 @@ class PrefixIndex:
 
     def make(self, parent: Segment, tokens: Sequence[int], steps: bool, forward: bytes = b"") -> Segment:
         """The segment of these tokens behind `parent`: the existing one, or a new one that is not added yet."""
-        tokens = numpy.asarray(tokens, dtype="<i8")
+        tokens = numpy.array(tokens, dtype="<i8")  # a copy, which keeps no prompt alive
         how = b"steps" if steps else b"forward" + forward
         key = chained(bytes.fromhex(parent.key), how, tokens.tobytes()).hex()
-        if key in self.segments:
-            return self.segments[key]
-        rest = numpy.concatenate([numpy.asarray(parent.remainder, dtype="<i8"), tokens])
-        block_hash, covered = parent.block_hash, []
-        while len(rest) >= self.block:
-            block_hash = chained(block_hash, rest[: self.block].tobytes())
-            covered.append(block_hash)
-            rest = rest[self.block :]
-        return Segment(
-            key, parent, parent.end, tuple(tokens.tolist()), steps, block_hash, tuple(rest.tolist()), tuple(covered),
-            forward,
-        )  # fmt: skip
+        first = tokens[: self.block - parent.end % self.block].tobytes()
+        return self.segments.get(key) or Segment(key, parent, parent.end, tokens, first, steps, forward)
 
     def add(self, segment: Segment) -> None:
-        if self.has(segment):
-            return
-        self.segments[segment.key] = segment
-        segment.parent.children.add(segment)
-        self._ending.setdefault(segment.block_hash, []).append(segment)
-        for block_hash in segment.covered:
-            self._covering[block_hash] = self._covering.get(block_hash, 0) + 1
+        if not self.has(segment):
+            self.segments[segment.key] = segment.parent.children[segment.key] = segment
 
     def remove(self, segment: Segment) -> None:
         """Forget a segment that has no children."""
         if segment.children:
             raise ValueError(f"segment {segment.key} still has {len(segment.children)} children")
-        if not self.has(segment):
-            return
-        del self.segments[segment.key]
-        segment.parent.children.discard(segment)
-        ending = self._ending[segment.block_hash]
-        ending.remove(segment)
-        if not ending:
-            del self._ending[segment.block_hash]
-        for block_hash in segment.covered:
-            self._covering[block_hash] -= 1
-            if not self._covering[block_hash]:
-                del self._covering[block_hash]
+        if self.has(segment):
+            del self.segments[segment.key], segment.parent.children[segment.key]
 
     def matches(self, tokens: Sequence[int], limit: int) -> tuple[list[Segment], int]:
         """Segments whose text is a prefix of `tokens` of at most `limit` tokens, the longest first; and how many tokens
         some kept text shares with this one, in whole blocks."""
-        tokens = numpy.asarray(tokens, dtype="<i8")
-        block_hash, hashes = self.root.block_hash, [self.root.block_hash]
-        shared = 0
-        for at in range(0, len(tokens) - self.block + 1, self.block):
-            block_hash = chained(block_hash, tokens[at : at + self.block].tobytes())
-            if block_hash not in self._covering:
-                break  # a segment that ends farther on covers every block before
-            hashes.append(block_hash)
-            shared = at + self.block
-        found = []
-        for blocks, block_hash in reversed(list(enumerate(hashes))):
-            here = [
-                segment
-                for segment in self._ending.get(block_hash, ())
-                if 0 < segment.end <= limit
-                and segment.remainder == tuple(tokens[blocks * self.block : segment.end].tolist())
-            ]
-            found += sorted(here, key=lambda segment: -segment.end)
-        return found, min(shared, limit)
+        tokens, shared, prefixes = numpy.asarray(tokens, dtype="<i8"), 0, [self.root]
+        text = tokens.tobytes()
+        for prefix in prefixes:  # the children that match are appended meanwhile
+            for segment in prefix.children.values():
+                if not text.startswith(segment.first, 8 * segment.start):
+                    continue
+                rest = tokens[segment.start : segment.end]
+                equal = rest == segment.tokens[: len(rest)]
+                end = segment.start + (len(rest) if equal.all() else int(equal.argmin()))
+                shared = max(shared, end - end % self.block)
+                if end == segment.end <= limit:
+                    prefixes.append(segment)
+        return sorted(prefixes[1:], key=lambda segment: -segment.end), min(shared, limit)
