@@ -5,13 +5,14 @@ keeps the scores and 1/rms of the forward, recomputes the softmax, and uses <d_o
 too reads every source once.
 """
 
+import functools
+
 import torch
 
 from . import triton_tools as tools
 
 triton, tl = tools.triton, tools.tl
-exp2 = tools.exp2
-LOG2E = tools.LOG2E
+exp = tools.exp
 
 
 @triton.jit
@@ -54,8 +55,8 @@ def mix_kernel(
         rms = tl.rsqrt(squares / D + eps)
         score = product * rms
         new_top = tl.where(i == 0, score, tl.maximum(top, score))
-        kept = tl.where(i == 0, 0.0, exp2((top - new_top) * LOG2E, PTX))
-        weight = exp2((score - new_top) * LOG2E, PTX)
+        kept = tl.where(i == 0, 0.0, exp(top - new_top, PTX))
+        weight = exp(score - new_top, PTX)
         total = total * kept + value * weight
         denominator = denominator * kept + weight
         top = new_top
@@ -106,13 +107,13 @@ def mix_backward_kernel(
             top = tl.maximum(top, tl.load(scores + row * N + i))
         denominator = 0.0
         for i in tl.static_range(N):
-            denominator += exp2((tl.load(scores + row * N + i) - top) * LOG2E, PTX)
+            denominator += exp(tl.load(scores + row * N + i) - top, PTX)
         for i in tl.range(0, N, num_stages=STAGES):
             source = sources[0] + (source_offset(sources, i, N) + row * D)
             value = tl.load(source + c, mask=inside, other=0.0).to(tl.float32)
             score = tl.load(scores + row * N + i)
             rms = tl.load(inverse_rms + row * N + i)
-            share = exp2((score - top) * LOG2E, PTX) / denominator
+            share = exp(score - top, PTX) / denominator
             d_score = share * (tl.sum(grad * value, axis=0) - both)
             query_sum += (d_score * rms) * value
             d_value = share * grad + d_score * (rms * query - (rms * rms * score / D) * value)
@@ -122,6 +123,7 @@ def mix_backward_kernel(
         tl.store(d_out_weight + program * D + c, weight_sum, mask=inside)
 
 
+@functools.cache
 def _warps(width: int) -> int:
     return max(1, min(16, tools.next_power_of_2(width) // 1024))
 
@@ -146,9 +148,10 @@ def forward(sources, norm_weight, proj_weight, eps, out_weight, out_eps, keep: b
     if keep:
         scores, inverse_rms = torch.empty(2, *shape[:-1], count, device=mixed.device, dtype=torch.float32)
     mix_kernel[(min(rows, 2 * tools.multiprocessors(mixed.device)),)](
-        tuple(sources), norm_weight, proj_weight, out_weight, mixed, out, scores, inverse_rms, rows, eps, out_eps,
-        count, width, tools.next_power_of_2(width), out_weight is not None, keep, tools.USE_PTX, _stages(mixed),
-        num_warps=_warps(width),
+        sources=tuple(sources), norm_weight=norm_weight, proj_weight=proj_weight, out_weight=out_weight, mixed=mixed,
+        out=out, scores=scores, inverse_rms=inverse_rms, rows=rows, eps=eps, out_eps=out_eps,
+        N=count, D=width, BD=tools.next_power_of_2(width), NORM=out_weight is not None, KEEP=keep, PTX=tools.USE_PTX,
+        STAGES=_stages(mixed), num_warps=_warps(width),
     )  # fmt: skip
     return mixed, out, scores, inverse_rms
 
@@ -162,10 +165,11 @@ def backward(sources, norm_weight, proj_weight, out_weight, out_eps, mixed, scor
     d_query = torch.empty(programs, width, device=mixed.device, dtype=torch.float32)
     d_weight = None if d_out is None else torch.empty_like(d_query)
     mix_backward_kernel[(programs,)](
-        tuple(sources), grads, norm_weight, proj_weight, out_weight, mixed, d_mixed, d_out, scores, inverse_rms,
-        d_query, d_weight, rows, out_eps,
-        len(sources), width, tools.next_power_of_2(width), d_mixed is not None, d_out is not None, tools.USE_PTX,
-        _stages(mixed), num_warps=_warps(width),
+        sources=tuple(sources), grads=grads, norm_weight=norm_weight, proj_weight=proj_weight, out_weight=out_weight,
+        mixed=mixed, d_mixed=d_mixed, d_out=d_out, scores=scores, inverse_rms=inverse_rms,
+        d_query=d_query, d_out_weight=d_weight, rows=rows, out_eps=out_eps,
+        N=len(sources), D=width, BD=tools.next_power_of_2(width), HAS_MIXED=d_mixed is not None,
+        HAS_OUT=d_out is not None, PTX=tools.USE_PTX, STAGES=_stages(mixed), num_warps=_warps(width),
     )  # fmt: skip
     d_query = d_query.sum(0)
     d_norm = (d_query * proj_weight.float().view(-1)).to(norm_weight.dtype)

@@ -77,8 +77,8 @@ def combine(rows, inverse, weights, dtype):
     columns, warps = combine_blocks(size)
     out = torch.empty(tokens, size, device=rows.device, dtype=dtype)
     combine_kernel[(tokens * tools.cdiv(size, columns),)](
-        rows.contiguous(), inverse, None if weights is None else weights.contiguous(), out,
-        size, columns, top_k, num_warps=warps,
+        rows=rows.contiguous(), inverse=inverse, weights=None if weights is None else weights.contiguous(), out=out,
+        D=size, BD=columns, K=top_k, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -90,7 +90,7 @@ def combine_backward(grad, rows, inverse, weights):
     d_rows = torch.empty(rows.shape, device=rows.device, dtype=rows.dtype)
     d_weights = torch.empty(weights.shape, device=weights.device, dtype=weights.dtype)
     combine_backward_kernel[(tokens,)](
-        grad.contiguous(), rows.contiguous(), inverse, weights.contiguous(), d_rows, d_weights,
-        rows.shape[1], columns, top_k, block, num_warps=warps,
+        grad=grad.contiguous(), rows=rows.contiguous(), inverse=inverse, weights=weights.contiguous(),
+        d_rows=d_rows, d_weights=d_weights, D=rows.shape[1], BD=columns, K=top_k, BK=block, num_warps=warps,
     )  # fmt: skip
     return d_rows, d_weights

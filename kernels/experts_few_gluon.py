@@ -341,16 +341,17 @@ def fits(x, expert_ids, expert_weights, gate_up, *rest) -> bool:
 def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale, beta, linear_beta, elsewhere):
     """As `experts_triton.run`, whose arguments these are."""
     plan, spread, h, y = many.prepared(x, expert_ids, expert_weights, gate_up, PAIRS.value, True, elsewhere)
-    count = plan[1]
+    tiles, count, order, routing = plan
     for activations, weight, scale, out, rows, is_down in (
         (spread, gate_up, gate_up_scale, h, HALF.value, False), (h, down, down_scale, y, 2 * HALF.value, True)
     ):  # fmt: skip
         blocks = out.shape[1] // rows
         experts_kernel[(min(PROGRAMS * tools.multiprocessors(x.device), count * blocks),)](
-            described(activations.view(torch.int32), PAIRS.value, STEP.value // 2, WORDS_SHARED.value),
-            described(weight.view(torch.int32).flatten(0, 1), HALF.value, STEP.value // 8, WORDS_SHARED.value),
-            described(scale.flatten(0, 1), HALF.value, STEP.value // 32, SCALES_SHARED.value),
-            *plan, out, beta or 1.0, linear_beta or 1.0, activations.shape[1], out.shape[1], blocks,
-            is_down, beta is not None, linear_beta is not None, num_warps=WARPS, maxnreg=REGISTERS,
+            activations=described(activations.view(torch.int32), PAIRS.value, STEP.value // 2, WORDS_SHARED.value),
+            weight=described(weight.view(torch.int32).flatten(0, 1), HALF.value, STEP.value // 8, WORDS_SHARED.value),
+            scale=described(scale.flatten(0, 1), HALF.value, STEP.value // 32, SCALES_SHARED.value),
+            tiles=tiles, count=count, order=order, routing=routing, out=out, beta=beta or 1.0,
+            linear_beta=linear_beta or 1.0, COLUMNS=activations.shape[1], N=out.shape[1], BLOCKS=blocks, DOWN=is_down,
+            SITU=beta is not None, CAPPED=linear_beta is not None, num_warps=WARPS, maxnreg=REGISTERS,
         )  # fmt: skip
     return portable.summed(y, expert_ids.shape[1])

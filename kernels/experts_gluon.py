@@ -387,7 +387,10 @@ def prepared(x, expert_ids, expert_weights, gate_up, of_tile: int, lanes: bool, 
     order, tiles = portable.plan_experts(expert_ids, experts, of_tile, elsewhere)
     spread = torch.empty(pairs, size, device=x.device, dtype=x.dtype)
     grid = (tools.cdiv(pairs, 16), tools.cdiv(size, 256))
-    spread_kernel[grid](x.contiguous(), order, spread, pairs, size, top_k, lanes, 16, 256, num_warps=4)
+    spread_kernel[grid](
+        x=x.contiguous(), order=order, spread=spread, pairs=pairs,
+        D=size, TOP_K=top_k, LANES=lanes, BM=16, BN=256, num_warps=4,
+    )  # fmt: skip
     h = torch.empty(pairs, width, device=x.device, dtype=x.dtype)
     y = (torch.zeros if elsewhere else torch.empty)(pairs, size, device=x.device, dtype=torch.float32)
     return (tiles, tiles.shape[1], order, expert_weights.contiguous()), spread, h, y
@@ -401,11 +404,14 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     for activations, weight, scale, out, rows, is_down in (
         (spread, gate_up, gate_up_scale, h, ROWS.value // 2, False), (h, down, down_scale, y, ROWS.value, True)
     ):  # fmt: skip
-        boxes = [described(activations, n.value, STEP.value, SHARED) for n in (WIDE, NARROW, NARROWEST)]
+        wide, narrow, narrowest = (
+            described(activations, n.value, STEP.value, SHARED) for n in (WIDE, NARROW, NARROWEST)
+        )
         blocks = tools.cdiv(out.shape[1], GROUPS.value * rows)
         experts_kernel[(min(tools.multiprocessors(x.device), count * blocks),)](
-            *boxes, tiles, count, weight.view(torch.int64), scale.view(torch.int32), order, routing, out, beta or 1.0,
-            linear_beta or 1.0, activations.shape[1], out.shape[1], blocks, is_down, beta is not None,
-            linear_beta is not None, num_warps=4,
+            wide_x=wide, narrow_x=narrow, narrowest_x=narrowest, tiles=tiles, count=count,
+            weight=weight.view(torch.int64), scale=scale.view(torch.int32), order=order, routing=routing, out=out,
+            beta=beta or 1.0, linear_beta=linear_beta or 1.0, COLUMNS=activations.shape[1], N=out.shape[1],
+            BLOCKS=blocks, DOWN=is_down, SITU=beta is not None, CAPPED=linear_beta is not None, num_warps=4,
         )  # fmt: skip
     return portable.summed(y, expert_ids.shape[1])

@@ -10,19 +10,21 @@ word is taken apart the way that costs least: codes j and j + 4 lie 16 bits apar
 bfloat16 do. The activations are laid out in the order that this gives the columns, in blocks of 64 (`unpacked_order`).
 """
 
+import functools
+
 import torch
 
 from . import triton_tools as tools
 
 triton, tl = tools.triton, tools.tl
 sigmoid, tanh = tools.sigmoid, tools.tanh
-# 2^126: a code's exponent and mantissa bits, in the place of a float's, are the value times 2^-126.
-CODE_SCALE = tl.constexpr(8.507059173023462e37)
 
 
 @triton.jit
 def decode(code, scale, DT: tl.constexpr):
     """E2M1 codes (0 to 15) times E8M0 bytes, exact in the normal range of DT; 255 is NaN."""
+    # 2^126: a code's exponent and mantissa bits, in the place of a float's, are the value times 2^-126.
+    CODE_SCALE: tl.constexpr = 8.507059173023462e37
     if DT == tl.float32:
         bits = ((code & 7) << 22) | ((code & 8) << 28)
         power = tl.where(scale == 0, 1 << 22, tl.where(scale == 255, 0x7FC00000, scale << 23))
@@ -416,6 +418,7 @@ def down_kernel(
 FEW_PAIRS = 512
 
 
+@functools.cache
 def tile_size(pairs: int, experts: int, packed: bool) -> tuple[int, int]:
     """Rows of a part and parts of a tile, for the average number of pairs an expert gets.
 
@@ -441,16 +444,23 @@ def plan(expert_ids, experts: int, block_m: int):
     if pairs <= FEW_PAIRS:
         order = torch.empty(2 * pairs, device=device, dtype=torch.int32)  # the second half is the kernel's own
         tiles = torch.empty(3, count, device=device, dtype=torch.int32)
-        block = max(16, tools.next_power_of_2(pairs))
-        plan_kernel[(1,)](expert_ids, order, tiles, pairs, count, block, block_m, num_warps=max(1, block // 64))
+        block = tools.block(pairs)
+        plan_kernel[(1,)](
+            expert_ids=expert_ids, order=order, tiles=tiles, pairs=pairs, count=count, P=block, BM=block_m,
+            num_warps=max(1, block // 64),
+        )  # fmt: skip
         return order, tiles
     counts = torch.zeros(experts, device=device, dtype=torch.int32)
     ranks, order = torch.empty(2, pairs, device=device, dtype=torch.int32)
     tiles = torch.empty(3, count, device=device, dtype=torch.int32)
     grid = (tools.cdiv(pairs, 1024),)
-    rank_kernel[grid](expert_ids, counts, ranks, pairs, 1024, num_warps=4)
-    tiles_kernel[(1,)](counts, tiles, count, experts, tools.next_power_of_2(experts), block_m, num_warps=4)
-    place_kernel[grid](expert_ids, counts, ranks, order, pairs, 1024, num_warps=4)
+    placing = {"expert_ids": expert_ids, "counts": counts, "ranks": ranks, "pairs": pairs, "P": 1024, "num_warps": 4}
+    rank_kernel[grid](**placing)
+    tiles_kernel[(1,)](
+        counts=counts, tiles=tiles, count=count, EXPERTS=experts, E=tools.next_power_of_2(experts), BM=block_m,
+        num_warps=4,
+    )  # fmt: skip
+    place_kernel[grid](order=order, **placing)
     return order, tiles
 
 
@@ -472,7 +482,9 @@ def in_unpacked_order(x):
     tokens, size = x.shape
     ordered = torch.empty(tokens, tools.cdiv(size, 64) * 64, device=x.device, dtype=x.dtype)
     grid = (tools.cdiv(tokens, 16), tools.cdiv(size, 256))
-    order_kernel[grid](x, ordered, tokens, size, ordered.shape[1], 16, 256, num_warps=4)
+    order_kernel[grid](
+        x=x, ordered=ordered, tokens=tokens, D=size, X=ordered.shape[1], BM=16, BN=256, num_warps=4
+    )  # fmt: skip
     return ordered
 
 
@@ -494,36 +506,31 @@ def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale,
     inner = tools.cdiv(width, 64) * 64 if packed else width
     h = torch.empty(pairs, inner, device=x.device, dtype=x.dtype)
     y = (torch.zeros if elsewhere else torch.empty)(pairs, size, device=x.device, dtype=torch.float32)
-    shared = tools.shared_bytes(x.device)
-    sizes = [
-        block_sizes(block_m, parts, packed, weight is down, x.dtype, weight.dtype, shared) for weight in (gate_up, down)
-    ]
-    count, situ, capped = tiles.shape[1], beta is not None, linear_beta is not None
-    betas = beta or 1.0, linear_beta or 1.0
-    rows = 2 * inner if packed else width, size
-    grids = [(count * tools.cdiv(n, block_n),) for n, (block_n, *_) in zip(rows, sizes, strict=True)]
-    (block_n, block_k, warps, stages), (down_n, down_k, down_warps, down_stages) = sizes
+    count, shared = tiles.shape[1], tools.shared_bytes(x.device)
+    activated = {
+        "x": x, "beta": beta or 1.0, "linear_beta": linear_beta or 1.0, "TOP_K": top_k, "SITU": beta is not None,
+        "CAPPED": linear_beta is not None, "PTX": tools.USE_PTX,
+    }  # fmt: skip
+    combined = {"routing": routing, "y": y}
+
+    def product(kernel, rows: int, weight, **arguments):
+        """`rows` of the weights of every expert times the activations of its pairs."""
+        block_n, step, warps, stages = block_sizes(
+            block_m, parts, packed, weight is down, x.dtype, weight.dtype, shared
+        )
+        arguments["BW" if packed else "BK"] = step
+        kernel[(count * tools.cdiv(rows, block_n),)](
+            h=h, order=order, tiles=tiles, count=count, weight=weight, **arguments,
+            D=size, M=width, BM=block_m, BN=block_n, DT=operand, STAGES=stages, num_warps=warps,
+        )  # fmt: skip
+
     if packed:
-        packed_gate_up_kernel[grids[0]](
-            x, order, tiles, count, gate_up, gate_up_scale, h, *betas,
-            size, width, x.shape[1], inner, top_k, block_m, parts, block_n, block_k, situ, capped, operand,
-            tools.USE_PTX, stages, num_warps=warps,
-        )  # fmt: skip
-        packed_down_kernel[grids[1]](
-            h, order, tiles, count, down, down_scale, routing, y,
-            size, width, inner, block_m, parts, down_n, down_k, operand, tools.USE_PTX, down_stages,
-            num_warps=down_warps,
-        )  # fmt: skip
+        tile = {"WIDTH": inner, "PARTS": parts}
+        product(packed_gate_up_kernel, 2 * inner, gate_up, scale=gate_up_scale, X=x.shape[1], **activated, **tile)
+        product(packed_down_kernel, size, down, scale=down_scale, **combined, PTX=tools.USE_PTX, **tile)
     else:
-        gate_up_kernel[grids[0]](
-            x, order, tiles, count, gate_up, h, *betas,
-            size, width, top_k, block_m, block_n, block_k, situ, capped, operand, tools.USE_PTX, stages,
-            num_warps=warps,
-        )  # fmt: skip
-        down_kernel[grids[1]](
-            h, order, tiles, count, down, routing, y,
-            size, width, block_m, down_n, down_k, operand, down_stages, num_warps=down_warps,
-        )  # fmt: skip
+        product(gate_up_kernel, width, gate_up, **activated)
+        product(down_kernel, size, down, **combined)
     return summed(y, top_k)
 
 
@@ -536,6 +543,7 @@ def operand_of(dtype: torch.dtype):
     return tl.float16 if dtype == torch.float16 else tl.bfloat16
 
 
+@functools.cache
 def block_sizes(
     block_m: int, parts: int, packed: bool, down: bool, dtype: torch.dtype, weight_dtype: torch.dtype, shared: int
 ) -> tuple[int, int, int, int]:

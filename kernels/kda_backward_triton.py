@@ -11,7 +11,7 @@ from . import triton_tools as tools
 
 triton, tl = tools.triton, tools.tl
 exp2, sigmoid = tools.exp2, tools.sigmoid
-LOG2E, OFFSET = tools.LOG2E, forward_pass.OFFSET
+OFFSET = forward_pass.OFFSET
 locate, sequence, tile_size = forward_pass.locate, forward_pass.sequence, forward_pass.tile_size
 columns_head_sequence, log2_decay = forward_pass.columns_head_sequence, forward_pass.log2_decay
 sum_rows, shifted_exp2, load_rows = forward_pass.sum_rows, forward_pass.shifted_exp2, forward_pass.load_rows
@@ -216,7 +216,7 @@ def chunk_backward_kernel(
         log2 = log2_decay(logits, rate, bias, lower_bound, False, PTX)
         d_g = tl.where(mask_k & (log2 > -64.0), d_g, 0.0)
         d_z = -d_g * rate * sigmoid(z, PTX)
-        d_rate = tl.sum(d_g * log2) / LOG2E
+        d_rate = tl.sum(d_g * log2) / 1.4426950408889634  # to base e
     tl.store(dg + grads, d_z.to(dg.dtype.element_ty), mask=mask_k)
     tl.store(ddt_bias + chunk * K + c_k, tl.sum(d_z, axis=0), mask=in_k)
     tl.store(dA_log + chunk, d_rate)
@@ -239,25 +239,27 @@ def backward(
     work, decay, inverse, lower, residual = forward_pass.prepare(
         q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlens, blocks, True
     )
-    block_k, block_v = tools.block(key_size), tools.block(value_size)
-    columns, operand = forward_pass.value_block(value_size, q.dtype), tools.operand_types(q.dtype)[0]
+    block_v, columns = tools.block(value_size), forward_pass.value_block(value_size, q.dtype)
+    constants = forward_pass.constants(heads, key_size, value_size, q.dtype)
     varlen, stages = cu_seqlens is not None, forward_pass.scan_stages(q.dtype)
     grid = (tools.cdiv(value_size, columns) * heads * blocks.sequences,)
     states = torch.empty(blocks.count, heads, value_size, key_size, device=q.device, dtype=work.dtype)
     updated = torch.empty(blocks.count, heads, value_size, CHUNK, device=q.device, dtype=work.dtype)
     forward_pass.scan_kernel[grid](
-        work, decay, initial_state, None, None, None, states, updated, residual, cu_seqlens,
-        blocks.offsets, None, length, 0,
-        heads, key_size, value_size, block_k, columns, CHUNK, operand, varlen, initial_state is not None, 0, 1, True,
-        stages, num_warps=4,
+        work=work, decay=decay, h0=initial_state, o=None, ht=None, checkpoints=None,
+        states=states, updated=updated, residual=residual, cu_seqlens=cu_seqlens, block_offsets=blocks.offsets,
+        checkpoint_offsets=None, T=length, segment_steps=0,
+        **constants, BV=columns, VARLEN=varlen, HAS_H0=initial_state is not None, EVERY=0, SEGMENTS=1,
+        FOR_BACKWARD=True, STAGES=stages, num_warps=4,
     )  # fmt: skip
     du, dstates = torch.empty_like(updated), torch.empty_like(states)
     d_initial = None if initial_state is None else torch.empty_like(initial_state)
     for exact in (True,) if final_of is None else (False, True):
         scan_backward_kernel[grid](
-            work, decay, d_out, d_final, du, dstates, d_initial, cu_seqlens, blocks.offsets, length,
-            heads, key_size, value_size, block_k, columns, CHUNK, operand, varlen, d_final is not None,
-            initial_state is not None, stages, num_warps=4,
+            work=work, decay=decay, do=d_out, dht=d_final, du=du, dstates=dstates, dh0=d_initial,
+            cu_seqlens=cu_seqlens, block_offsets=blocks.offsets, T=length,
+            **constants, BV=columns, VARLEN=varlen, HAS_DHT=d_final is not None, HAS_H0=initial_state is not None,
+            STAGES=stages, num_warps=4,
         )  # fmt: skip
         if not exact:
             d_final = final_of(d_initial)
@@ -270,11 +272,14 @@ def backward(
     narrow = forward_pass.is_narrow(lower_bound)
     warps = 4 if key_size <= 128 and narrow else 8  # the three factorings of other gates hold more than 4 can
     chunk_backward_kernel[(heads * blocks.count,)](
-        q, k, g, beta, A_log, dt_bias, cu_seqlens, blocks.offsets, blocks.sequence,
-        inverse, lower, updated, residual, states, d_out, du, dstates, dq, dk, dv, dg, dbeta, d_rate, d_bias,
-        length, q.stride(1), k.stride(1), g.stride(1), beta.stride(1), scale, lower_bound or 0.0, eps,
-        heads, key_size, value_size, block_k, block_v, min(32, block_v), CHUNK, operand, lower_bound is not None,
-        narrow, varlen, tools.USE_PTX, num_warps=warps, num_stages=1,
+        q=q, k=k, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+        cu_seqlens=cu_seqlens, block_offsets=blocks.offsets, block_seq=blocks.sequence,
+        inverse=inverse, lower=lower, updated=updated, residual=residual, states=states, do=d_out, du=du,
+        dstates=dstates, dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, dA_log=d_rate, ddt_bias=d_bias, T=length,
+        stride_q=q.stride(1), stride_k=k.stride(1), stride_g=g.stride(1), stride_beta=beta.stride(1),
+        scale=scale, lower_bound=lower_bound or 0.0, eps=eps,
+        **constants, BV=block_v, BS=min(32, block_v), BOUNDED=lower_bound is not None, NARROW=narrow, VARLEN=varlen,
+        PTX=tools.USE_PTX, num_warps=warps, num_stages=1,
     )  # fmt: skip
     d_A_log, d_dt_bias = d_rate.sum(0).to(A_log.dtype), d_bias.sum(0).flatten().to(dt_bias.dtype)
     return dq, dk, dv, dg, dbeta, d_A_log, d_dt_bias, d_initial

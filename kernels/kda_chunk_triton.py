@@ -22,8 +22,7 @@ import torch
 from . import triton_tools as tools
 
 triton, tl = tools.triton, tools.tl
-exp2, reciprocal, sigmoid = tools.exp2, tools.reciprocal, tools.sigmoid
-LOG2E = tools.LOG2E
+exp2, in_base_2, reciprocal, sigmoid = tools.exp2, tools.in_base_2, tools.reciprocal, tools.sigmoid
 
 CHUNK = 32
 # Tokens below which folding the parts of a sequence costs more than the idle multiprocessors.
@@ -78,11 +77,11 @@ def columns_head_sequence(H, parts):
 def log2_decay(x, rate, bias, lower_bound, BOUNDED: tl.constexpr, PTX: tl.constexpr):
     """The gate: log2-decay of the logits x [C, K]; rate = exp(A_log), bias [K]."""
     if BOUNDED:
-        slope = -rate * LOG2E
-        return (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * slope + (bias * slope)[None, :], PTX), PTX)
+        slope = in_base_2(-rate)
+        return in_base_2(lower_bound) * reciprocal(1.0 + exp2(x * slope + (bias * slope)[None, :], PTX), PTX)
     z = x + bias[None, :]
     softplus = tl.maximum(z, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(z)))
-    return -(rate * LOG2E) * softplus
+    return -in_base_2(rate) * softplus
 
 
 @triton.jit
@@ -369,6 +368,14 @@ def scan_kernel(
         tl.store(ht + of_head + state_tile, state.to(ht.dtype.element_ty), mask=in_state)
 
 
+def constants(heads: int, key_size: int, value_size: int, dtype: torch.dtype) -> dict:
+    """What every kernel of the chunked form is compiled for."""
+    return {
+        "H": heads, "K": key_size, "V": value_size, "BK": tools.block(key_size), "C": CHUNK,
+        "DT": tools.operand_types(dtype)[0],
+    }  # fmt: skip
+
+
 def is_narrow(lower_bound: float | None) -> bool:
     """Whether one factoring of the decays holds a chunk (module docstring)."""
     return lower_bound is not None and lower_bound >= LOWEST_BOUND
@@ -403,7 +410,6 @@ def prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlen
     [chunks, H, V, C].
     """
     (_, length, heads, key_size), value_size = q.shape, v.shape[-1]
-    operand, inverse_type = tools.operand_types(q.dtype)
     stored = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
     size = CHUNK * (3 * key_size + value_size + CHUNK)
     work = torch.empty(blocks.count, heads, size, device=q.device, dtype=stored)
@@ -414,11 +420,14 @@ def prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlen
             residual = torch.empty(blocks.count, heads, value_size, CHUNK, device=q.device, dtype=stored)
         inverse, lower = torch.empty(2, blocks.count, heads, CHUNK, CHUNK, device=q.device, dtype=stored)
     prepare_kernel[(heads * blocks.count,)](
-        q, k, v, g, beta, A_log, dt_bias, cu_seqlens, blocks.offsets, blocks.sequence, work, decay, inverse, lower,
-        residual, length, q.stride(1), k.stride(1), v.stride(1), g.stride(1), beta.stride(1), scale,
-        lower_bound or 0.0, eps,
-        heads, key_size, value_size, tools.block(key_size), tools.block(value_size), CHUNK, operand, inverse_type,
-        lower_bound is not None, is_narrow(lower_bound), cu_seqlens is not None, for_backward, tools.USE_PTX,
+        q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+        cu_seqlens=cu_seqlens, block_offsets=blocks.offsets, block_seq=blocks.sequence,
+        work=work, decay_out=decay, inverse_out=inverse, lower_out=lower, residual=residual, T=length,
+        stride_q=q.stride(1), stride_k=k.stride(1), stride_v=v.stride(1), stride_g=g.stride(1),
+        stride_beta=beta.stride(1), scale=scale, lower_bound=lower_bound or 0.0, eps=eps,
+        **constants(heads, key_size, value_size, q.dtype), BV=tools.block(value_size),
+        IT=tools.operand_types(q.dtype)[1], BOUNDED=lower_bound is not None, NARROW=is_narrow(lower_bound),
+        VARLEN=cu_seqlens is not None, FOR_BACKWARD=for_backward, PTX=tools.USE_PTX,
         # three factorings hold more than two warps have registers for
         num_warps=2 if key_size <= 128 and is_narrow(lower_bound) else 4, num_stages=1,
     )  # fmt: skip
@@ -457,9 +466,9 @@ def transitions(work, decay, value_size, sequences, length, segments):
     transition, offset = (torch.empty(*shape, x, device=work.device) for x in (key_size, value_size))
     parts = tools.cdiv(value_size, columns) + tools.cdiv(key_size, columns)
     transition_kernel[(parts * heads * sequences * segments,)](
-        work, decay, transition, offset, length,
-        heads, key_size, value_size, tools.block(key_size), columns, CHUNK, tools.operand_types(work.dtype)[0],
-        segments, steps, scan_stages(work.dtype), num_warps=4,
+        work=work, decay=decay, transition=transition, offset=offset, T=length,
+        **constants(heads, key_size, value_size, work.dtype), BV=columns,
+        SEGMENTS=segments, STEPS=steps, STAGES=scan_stages(work.dtype), num_warps=4,
     )  # fmt: skip
     return transition, offset
 
@@ -509,11 +518,12 @@ def forward(
         last = torch.empty_like(entry)
     columns = value_block(value_size, q.dtype)
     scan_kernel[(tools.cdiv(value_size, columns) * heads * blocks.sequences * segments,)](
-        work, decay, entry, out, last, checkpoints, None, None, None, cu_seqlens, blocks.offsets,
-        checkpoint_offsets, length, steps,
-        heads, key_size, value_size, tools.block(key_size), columns, CHUNK, tools.operand_types(q.dtype)[0],
-        cu_seqlens is not None, entry is not None, checkpoint_every, segments, False, scan_stages(q.dtype),
-        num_warps=4,
+        work=work, decay=decay, h0=entry, o=out, ht=last, checkpoints=checkpoints,
+        states=None, updated=None, residual=None, cu_seqlens=cu_seqlens, block_offsets=blocks.offsets,
+        checkpoint_offsets=checkpoint_offsets, T=length, segment_steps=steps,
+        **constants(heads, key_size, value_size, q.dtype), BV=columns, VARLEN=cu_seqlens is not None,
+        HAS_H0=entry is not None, EVERY=checkpoint_every, SEGMENTS=segments, FOR_BACKWARD=False,
+        STAGES=scan_stages(q.dtype), num_warps=4,
     )  # fmt: skip
     if segments > 1:
         final.copy_(last.view(batch, segments, *final.shape[1:])[:, -1])

@@ -11,8 +11,7 @@ import torch
 from . import triton_tools as tools
 
 triton, tl = tools.triton, tools.tl
-exp2, reciprocal, sigmoid = tools.exp2, tools.reciprocal, tools.sigmoid
-LOG2E = tools.LOG2E
+exp2, in_base_2, sigmoid = tools.exp2, tools.in_base_2, tools.sigmoid
 
 # Columns of the state in hand: in `step_kernel` where many programs share the device, and in `state_kernel`.
 SLICE, COLUMNS = 32, 64
@@ -46,9 +45,9 @@ def advance_tail(x, tail, new_tail, T, stride_x, P, c, mask, W: tl.constexpr):
 def decay_factor(z, rate, lower_bound, BOUNDED: tl.constexpr, PTX: tl.constexpr):
     """exp of the log decay of the gate's logits z, with A_log's exponential as `rate`."""
     if BOUNDED:
-        log2 = (lower_bound * LOG2E) * sigmoid(rate * z, PTX)
+        log2 = in_base_2(lower_bound) * sigmoid(rate * z, PTX)
     else:
-        log2 = -(rate * LOG2E) * (tl.maximum(z, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(z))))
+        log2 = -in_base_2(rate) * (tl.maximum(z, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(z))))
     return exp2(log2, PTX)
 
 
@@ -78,10 +77,8 @@ def update(s, q, k, decay, beta, v, qk):
 
 @triton.jit
 def step_kernel(
-    q, k, v, g, beta, gate, q_tail, k_tail, v_tail, q_weight, k_weight, v_weight, A_log, dt_bias, norm_weight,
-    state, out, new_q_tail, new_k_tail, new_v_tail, new_state,
-    T, batch_q, batch_k, batch_v, batch_g, batch_beta, batch_gate, stride_q, stride_k, stride_v, stride_g, stride_beta,
-    stride_gate, scale, lower_bound, eps, norm_eps,
+    q, k, v, g, beta, gate, tails, conv_weights, A_log, dt_bias, norm_weight, state, out, new_tails, new_state,
+    T, batch_strides, token_strides, scale, lower_bound, eps, norm_eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
     W: tl.constexpr, BOUNDED: tl.constexpr, ONE_TOKEN: tl.constexpr, IN_PLACE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +86,12 @@ def step_kernel(
     if ONE_TOKEN:
         T = 1
     if IN_PLACE:
-        new_q_tail, new_k_tail, new_v_tail = q_tail, k_tail, v_tail
+        new_tails = tails
+    q_tail, k_tail, v_tail = tails
+    new_q_tail, new_k_tail, new_v_tail = new_tails
+    q_weight, k_weight, v_weight = conv_weights
+    batch_q, batch_k, batch_v, batch_g, batch_beta, batch_gate = batch_strides
+    stride_q, stride_k, stride_v, stride_g, stride_beta, stride_gate = token_strides
     i_h, i_b = tl.program_id(0) % H, (tl.program_id(0) // H).to(tl.int64)
     c_k, c_v = tl.arange(0, BK), tl.arange(0, BV)
     in_k, in_v = c_k < K, c_v < V
@@ -173,8 +175,7 @@ def convolve_new(x, tail, new_tail, weight, c, P: tl.constexpr, W: tl.constexpr,
 
 @triton.jit
 def keys_kernel(
-    q, k, v, g, q_tail, k_tail, v_tail, q_weight, k_weight, v_weight, A_log, dt_bias, keys, values,
-    new_q_tail, new_k_tail, new_v_tail, batch_q, batch_k, batch_v, batch_g, scale, lower_bound, eps,
+    q, k, v, g, tails, conv_weights, A_log, dt_bias, keys, values, new_tails, batch_strides, scale, lower_bound, eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, BOUNDED: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
@@ -184,6 +185,10 @@ def keys_kernel(
     c_k = h[:, None] * K + tl.arange(0, K)[None, :]
     c_v = h[:, None] * V + tl.arange(0, V)[None, :]
     tail_k, tail_v = i_b * ((W - 1) * H * K), i_b * ((W - 1) * H * V)
+    q_tail, k_tail, v_tail = tails
+    new_q_tail, new_k_tail, new_v_tail = new_tails
+    q_weight, k_weight, v_weight = conv_weights
+    batch_q, batch_k, batch_v, batch_g = batch_strides
     b_q = convolve_new(q + i_b * batch_q, q_tail + tail_k, new_q_tail + tail_k, q_weight, c_k, H * K, W, PTX)
     b_k = convolve_new(k + i_b * batch_k, k_tail + tail_k, new_k_tail + tail_k, k_weight, c_k, H * K, W, PTX)
     b_v = convolve_new(v + i_b * batch_v, v_tail + tail_v, new_v_tail + tail_v, v_weight, c_v, H * V, W, PTX)
@@ -245,19 +250,20 @@ def step_of_many(
     together = 2 - heads % 2
     columns = min(COLUMNS, value_size)
     keys_kernel[(batch * (heads // together),)](
-        q, k, v, g, *tails, *conv_weights, A_log, dt_bias, keys, values, *new_tails,
-        *(x.stride(0) for x in (q, k, v, g)), scale, lower_bound or 0.0, eps,
-        heads, key_size, value_size, together, conv_weights[0].shape[-1], lower_bound is not None, tools.USE_PTX,
+        q=q, k=k, v=v, g=g, tails=tails, conv_weights=conv_weights, A_log=A_log, dt_bias=dt_bias, keys=keys,
+        values=values, new_tails=new_tails, batch_strides=(q.stride(0), k.stride(0), v.stride(0), g.stride(0)),
+        scale=scale, lower_bound=lower_bound or 0.0, eps=eps, H=heads, K=key_size, V=value_size, BH=together,
+        W=conv_weights[0].shape[-1], BOUNDED=lower_bound is not None, PTX=tools.USE_PTX,
         num_warps=max(1, min(4, together * min(key_size, value_size) // 64)),  # no more threads than channels
     )  # fmt: skip
     state_kernel[(batch * heads * (value_size // columns),)](
-        keys, values, beta, state, out, new_state, beta.stride(0),
-        heads, key_size, value_size, columns, new_state is state, tools.USE_PTX,
-        num_warps=4,
+        keys=keys, values=values, beta=beta, state=state, out=out, new_state=new_state, batch_beta=beta.stride(0),
+        H=heads, K=key_size, V=value_size, BS=columns, IN_PLACE=new_state is state, PTX=tools.USE_PTX, num_warps=4,
     )  # fmt: skip
     norm_kernel[(batch * (heads // together),)](
-        out, gate, norm_weight, gate.stride(0), norm_eps, heads, value_size, together, tools.USE_PTX, num_warps=4
-    )
+        out=out, gate=gate, norm_weight=norm_weight, batch_gate=gate.stride(0), norm_eps=norm_eps,
+        H=heads, V=value_size, BH=together, PTX=tools.USE_PTX, num_warps=4,
+    )  # fmt: skip
 
 
 def step(
@@ -283,11 +289,13 @@ def step(
     # A program with a multiprocessor to itself asks for all its state at once.
     columns = block_v if heads * batch <= processors else min(SLICE, block_v)
     step_kernel[(heads * batch,)](
-        *inputs, *tails, *conv_weights, A_log, dt_bias, norm_weight, state, out, *new_tails, new_state,
-        length, *(x.stride(0) for x in inputs), *(x.stride(1) for x in inputs), scale, lower_bound or 0.0, eps,
-        norm_eps,
-        heads, key_size, value_size, block_k, block_v, columns, conv_weights[0].shape[-1],
-        lower_bound is not None, length == 1, in_place, tools.USE_PTX,
+        q=q, k=k, v=v, g=g, beta=beta, gate=gate, tails=tails, conv_weights=conv_weights, A_log=A_log,
+        dt_bias=dt_bias, norm_weight=norm_weight, state=state, out=out, new_tails=new_tails, new_state=new_state,
+        T=length, batch_strides=tuple([x.stride(0) for x in inputs]),
+        token_strides=tuple([x.stride(1) for x in inputs]),
+        scale=scale, lower_bound=lower_bound or 0.0, eps=eps, norm_eps=norm_eps, H=heads, K=key_size, V=value_size,
+        BK=block_k, BV=block_v, BS=columns, W=conv_weights[0].shape[-1], BOUNDED=lower_bound is not None,
+        ONE_TOKEN=length == 1, IN_PLACE=in_place, PTX=tools.USE_PTX,
         # no more threads than channels: Triton would load a shorter vector once for every thread
         num_warps=max(1, min(block_k, block_v) // 32),
     )  # fmt: skip

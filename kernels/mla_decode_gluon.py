@@ -5,6 +5,8 @@ does not express is who waits for what: here each group of four warps scores and
 both add both tiles to their half of the columns, and whatever is no longer needed is loaded anew at once.
 """
 
+import math
+
 import torch
 
 from . import gluon_tools as hopper
@@ -298,8 +300,9 @@ def run(query, query_rope, latents, scale, mask, lengths):
     part = torch.empty(batch, heads, splits, rank, device=query.device, dtype=torch.float32)
     log2_sum = torch.empty(batch, heads, splits, device=query.device, dtype=torch.float32)
     decode_kernel[(row_tiles, splits, batch)](
-        query, query_rope, halves, rope, lengths, part, log2_sum,
-        keys, heads, query.stride(0), query.stride(2), query_rope.stride(0), query_rope.stride(2), batch_rows,
-        0 if lengths is None else lengths.stride(0), scale * tools.LOG2E.value, num_warps=4,
+        query=query, query_rope=query_rope, latents=halves, rope=rope, lengths=lengths, part=part, log2_sum=log2_sum,
+        keys=keys, rows=heads, batch_q=query.stride(0), head_q=query.stride(2), batch_p=query_rope.stride(0),
+        head_p=query_rope.stride(2), batch_rows=batch_rows, batch_n=0 if lengths is None else lengths.stride(0),
+        scale=scale * math.log2(math.e), num_warps=4,
     )  # fmt: skip
     return portable.merged(part, log2_sum, query)

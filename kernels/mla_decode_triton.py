@@ -13,8 +13,7 @@ import torch
 from . import triton_tools as tools
 
 triton, tl = tools.triton, tools.tl
-exp2, reciprocal = tools.exp2, tools.reciprocal
-LOG2E = tools.LOG2E
+exp2, in_base_2, reciprocal = tools.exp2, tools.in_base_2, tools.reciprocal
 
 
 @triton.jit
@@ -31,8 +30,7 @@ def weigh(s, top, total, PTX: tl.constexpr):
 @triton.jit(do_not_specialize=["keys"])
 def decode_kernel(
     query, query_rope, latents, mask, lengths, part, log2_sum,
-    keys, T, batch_q, token_q, head_q, batch_p, token_p, head_p, batch_l, key_l, batch_m, token_m, batch_n, scale,
-    lowest,
+    keys, T, query_strides, rope_strides, latents_strides, mask_strides, batch_n, scale, lowest,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, ONE_MASK: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr, BRANCH: tl.constexpr,
     PRECISION: tl.constexpr, PTX: tl.constexpr,
@@ -41,6 +39,10 @@ def decode_kernel(
     i_b, i_s, splits = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     t, h = r // H, (r % H).to(tl.int64)  # a head of many rows of many tokens is far from the next
+    batch_q, token_q, head_q = query_strides
+    batch_p, token_p, head_p = rope_strides
+    batch_l, key_l = latents_strides
+    batch_m, token_m = mask_strides
     c, p, n = tl.arange(0, BR), tl.arange(0, BP), tl.arange(0, BN)
     in_r, in_c, in_p = (r < T * H)[:, None], (c < R)[None, :], (p < P)[None, :]
     q_at = query + i_b * batch_q + t * token_q + h * head_q
@@ -65,10 +67,10 @@ def decode_kernel(
         inside = start + n < last
         tile = latents + tl.cast(start, tl.int64) * key_l
         b_c = tl.load(tile + n[:, None] * key_l + c[None, :], mask=inside[:, None] & in_c, other=0.0)  # [BN, BR]
-        s = tl.dot(b_q, tl.trans(b_c), input_precision=PRECISION) * (scale * LOG2E)  # [BM, BN]
+        s = tl.dot(b_q, tl.trans(b_c), input_precision=PRECISION) * in_base_2(scale)  # [BM, BN]
         if P > 0:
             b_k = tl.load(tile + n[:, None] * key_l + (R + p)[None, :], mask=inside[:, None] & in_p, other=0.0)
-            s += tl.dot(b_p, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2E)
+            s += tl.dot(b_p, tl.trans(b_k), input_precision=PRECISION) * in_base_2(scale)
         seen = inside[None, :]
         if CAUSAL:
             seen = seen & ((start + n)[None, :] <= (end - T + t)[:, None])
@@ -81,7 +83,7 @@ def decode_kernel(
             if mask.dtype.element_ty.is_floating():
                 bias = b_m.to(tl.float32)
                 seen = seen & (bias > lowest)
-                s += tl.where(seen, bias, 0.0) * LOG2E
+                s += in_base_2(tl.where(seen, bias, 0.0))
             else:
                 seen = seen & (b_m != 0)
         s = tl.where(seen, s, -float("inf"))
@@ -104,7 +106,7 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
-    part, log2_sum, out, splits, rows, batch_o, token_o, head_o,
+    part, log2_sum, out, splits, rows, out_strides,
     H: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """BC columns of one query: the splits' means weighted by their share of the softmax, zeros where none saw a key."""
@@ -126,6 +128,7 @@ def merge_kernel(
         acc += share[:, None] * tl.load(part + places, mask=inside[:, None] & (c < R)[None, :], other=0.0)
     total = tl.sum(totals, axis=0)
     result = tl.sum(acc, axis=0) / tl.where(total == 0.0, 1.0, total)
+    batch_o, token_o, head_o = out_strides
     out += i_b * batch_o + row // H * token_o + (row % H).to(tl.int64) * head_o
     tl.store(out + c, result.to(out.dtype.element_ty), mask=c < R)
 
@@ -176,15 +179,15 @@ def run(query, query_rope, latents, scale, mask, lengths):
     part = torch.empty(batch, rows, splits, rank, device=device, dtype=torch.float32)
     log2_sum = torch.empty(batch, rows, splits, device=device, dtype=torch.float32)
     decode_kernel[(row_tiles, splits, batch)](
-        query, query_rope, latents, mask, lengths, part, log2_sum,
-        keys, length, query.stride(0), query.stride(1), query.stride(2), query_rope.stride(0), query_rope.stride(1),
-        query_rope.stride(2), latents.stride(0), latents.stride(1), *((0, 0) if mask is None else mask.stride()[::2]),
-        0 if lengths is None else lengths.stride(0), scale,
-        torch.finfo(mask.dtype).min if mask is not None and mask.is_floating_point() else 0.0,
-        heads, rank, rope, block_r, tools.block(rope), rows_a_tile, keys_a_tile,
-        mask is None or length == 1 or mask.stride(2) == 0, causal, stages, rows_a_tile == 64,
-        "tf32x3" if tools.USE_PTX and query.dtype == torch.float32 else "ieee", tools.USE_PTX,
-        num_warps=warps, num_stages=stages,
+        query=query, query_rope=query_rope, latents=latents, mask=mask, lengths=lengths, part=part, log2_sum=log2_sum,
+        keys=keys, T=length, query_strides=query.stride()[:3], rope_strides=query_rope.stride()[:3],
+        latents_strides=latents.stride()[:2], mask_strides=(0, 0) if mask is None else mask.stride()[::2],
+        batch_n=0 if lengths is None else lengths.stride(0), scale=scale,
+        lowest=torch.finfo(mask.dtype).min if mask is not None and mask.is_floating_point() else 0.0,
+        H=heads, R=rank, P=rope, BR=block_r, BP=tools.block(rope), BM=rows_a_tile, BN=keys_a_tile,
+        ONE_MASK=mask is None or length == 1 or mask.stride(2) == 0, CAUSAL=causal, STAGES=stages,
+        BRANCH=rows_a_tile == 64, PRECISION="tf32x3" if tools.USE_PTX and query.dtype == torch.float32 else "ieee",
+        PTX=tools.USE_PTX, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return merged(part, log2_sum, query)
 
@@ -198,8 +201,7 @@ def merged(part, log2_sum, query):
     at_once = min(64, tools.next_power_of_2(splits))
     columns = min(tools.block(rank), max(128, 8192 // at_once))  # few splits: fewer, larger programs
     merge_kernel[(length * heads, tools.cdiv(rank, columns), batch)](
-        part, log2_sum, out, splits, length * heads, *out.stride()[:3],
-        heads, rank, columns, at_once, tools.USE_PTX,
-        num_warps=4,
+        part=part, log2_sum=log2_sum, out=out, splits=splits, rows=length * heads, out_strides=out.stride()[:3],
+        H=heads, R=rank, BC=columns, BS=at_once, PTX=tools.USE_PTX, num_warps=4,
     )  # fmt: skip
     return out

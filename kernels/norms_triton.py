@@ -4,6 +4,8 @@ A program takes BR rows at a time with the whole width on chip. The backward pas
 gradient of the weight over its rows, then over programs, in a fixed order.
 """
 
+import functools
+
 import torch
 
 from . import triton_tools as tools
@@ -63,6 +65,7 @@ def norm_backward_kernel(
     tl.store(d_weight + program * D + c, weight_sum, mask=c < D)
 
 
+@functools.cache
 def _blocks(width: int) -> tuple[int, int, int]:
     """Columns, rows and warps of a program."""
     columns = tools.next_power_of_2(width)
@@ -75,8 +78,9 @@ def forward(x, gate, weight, eps, dtype):
     columns, block, warps = _blocks(x.shape[-1])
     rows, gates = tools.rows(x), None if gate is None else tools.rows(gate)
     norm_kernel[(tools.cdiv(len(rows), block),)](
-        rows, gates, weight, out, len(rows), rows.stride(0), 0 if gate is None else gates.stride(0), eps,
-        x.shape[-1], columns, block, gate is not None, tools.USE_PTX, num_warps=warps,
+        x=rows, gate=gates, weight=weight, out=out, rows=len(rows), stride_x=rows.stride(0),
+        stride_gate=0 if gate is None else gates.stride(0), eps=eps,
+        D=x.shape[-1], BD=columns, BR=block, GATED=gate is not None, PTX=tools.USE_PTX, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -90,8 +94,8 @@ def backward(x, gate, weight, eps, d_out):
     d_gate = None if gate is None else torch.empty(gate.shape, device=x.device, dtype=gate.dtype)
     d_weight = torch.empty(programs, x.shape[-1], device=x.device, dtype=torch.float32)
     norm_backward_kernel[(programs,)](
-        rows, gates, weight, d_out, dx, d_gate, d_weight, len(rows), rows.stride(0),
-        0 if gate is None else gates.stride(0), eps,
-        x.shape[-1], columns, block, gate is not None, tools.USE_PTX, num_warps=warps,
+        x=rows, gate=gates, weight=weight, d_out=d_out, dx=dx, d_gate=d_gate, d_weight=d_weight, rows=len(rows),
+        stride_x=rows.stride(0), stride_gate=0 if gate is None else gates.stride(0), eps=eps,
+        D=x.shape[-1], BD=columns, BR=block, GATED=gate is not None, PTX=tools.USE_PTX, num_warps=warps,
     )  # fmt: skip
     return dx, d_gate, d_weight.sum(0).to(weight.dtype)

@@ -67,9 +67,9 @@ def run(logits, bias, top_k, renormalize, scaling):
     chosen = torch.empty(tokens, top_k, device=logits.device, dtype=torch.int64)
     weights = torch.empty(tokens, top_k, device=logits.device, dtype=torch.float32)
     choose_kernel[(tokens,)](
-        logits, bias, chosen, weights, logits.stride(0), float(scaling),
-        experts, tools.next_power_of_2(experts), top_k, tools.next_power_of_2(top_k), renormalize, tools.USE_PTX,
-        num_warps=1,
+        logits=logits, bias=bias, chosen=chosen, weights=weights, stride=logits.stride(0), scaling=float(scaling),
+        E=experts, BE=tools.next_power_of_2(experts), K=top_k, BK=tools.next_power_of_2(top_k),
+        RENORMALIZE=renormalize, PTX=tools.USE_PTX, num_warps=1,
     )  # fmt: skip
     return chosen, weights
 
@@ -80,8 +80,8 @@ def backward(logits, chosen, d_weights, renormalize, scaling):
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     d_logits = torch.empty(tokens, experts, device=logits.device, dtype=torch.float32)
     choose_backward_kernel[(tokens,)](
-        logits, chosen, d_weights.contiguous(), d_logits, logits.stride(0), float(scaling),
-        experts, tools.next_power_of_2(experts), top_k, tools.next_power_of_2(top_k), renormalize, tools.USE_PTX,
-        num_warps=1,
+        logits=logits, chosen=chosen, d_weights=d_weights.contiguous(), d_logits=d_logits, stride=logits.stride(0),
+        scaling=float(scaling), E=experts, BE=tools.next_power_of_2(experts), K=top_k,
+        BK=tools.next_power_of_2(top_k), RENORMALIZE=renormalize, PTX=tools.USE_PTX, num_warps=1,
     )  # fmt: skip
     return d_logits

@@ -119,9 +119,10 @@ def forward(inputs, weights, tails, cu_seqlens):
     batch, length, channels = x.shape
     grid = tools.cdiv(batch * length, BLOCK_T), tools.cdiv(channels, BLOCK_P), len(inputs)
     conv_kernel[grid](
-        inputs, weights, tails or inputs, outputs, cu_seqlens, _sequence_of(x, cu_seqlens), batch * length, length,
-        channels, x.stride(1),
-        len(inputs), width, BLOCK_T, BLOCK_P, cu_seqlens is not None, tails is not None, tools.USE_PTX, num_warps=4,
+        xs=inputs, weights=weights, tails=tails or inputs, ys=outputs, cu_seqlens=cu_seqlens,
+        sequence_of=_sequence_of(x, cu_seqlens), tokens=batch * length, T=length, P=channels, stride_x=x.stride(1),
+        N=len(inputs), W=width, BT=BLOCK_T, BP=BLOCK_P, VARLEN=cu_seqlens is not None, HAS_TAIL=tails is not None,
+        PTX=tools.USE_PTX, num_warps=4,
     )  # fmt: skip
     return outputs
 
@@ -134,10 +135,10 @@ def backward(inputs, weights, tails, cu_seqlens, grads):
     programs = tools.cdiv(batch * length, BLOCK_T)
     dweights = torch.empty(programs, count, *weight.shape, device=x.device, dtype=torch.float32)
     conv_backward_kernel[(programs, tools.cdiv(channels, BLOCK_P), count)](
-        inputs, weights, tails or inputs, grads, dxs, dweights, cu_seqlens, _sequence_of(x, cu_seqlens), batch * length,
-        length, channels, x.stride(1),
-        count, weight.shape[-1], BLOCK_T, BLOCK_P, cu_seqlens is not None, tails is not None, tools.USE_PTX,
-        num_warps=4,
+        xs=inputs, weights=weights, tails=tails or inputs, dys=grads, dxs=dxs, dweights=dweights,
+        cu_seqlens=cu_seqlens, sequence_of=_sequence_of(x, cu_seqlens), tokens=batch * length, T=length, P=channels,
+        stride_x=x.stride(1), N=count, W=weight.shape[-1], BT=BLOCK_T, BP=BLOCK_P, VARLEN=cu_seqlens is not None,
+        HAS_TAIL=tails is not None, PTX=tools.USE_PTX, num_warps=4,
     )  # fmt: skip
     totals = dweights.sum(0)
     if len({w.dtype for w in weights}) == 1:  # one conversion in place of one each

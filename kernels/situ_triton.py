@@ -58,12 +58,13 @@ def glu_backward_kernel(
     tl.store(d_up + at, (capped * share * d_b * upper).to(d_up.dtype.element_ty), mask=inside)
 
 
-def _launch(kernel, gate, up, beta, linear_beta, *arguments):
+def _launch(kernel, gate, up, beta, linear_beta, **arguments):
     gates, ups = (tools.rows(x) for x in _halves(gate, up))
     width = gates.shape[-1]
     kernel[(len(gates) * tools.cdiv(width, BLOCK),)](
-        gates, ups, gates.stride(0), ups.stride(0), *arguments, beta or 1.0, linear_beta or 1.0,
-        width, BLOCK, beta is not None, linear_beta is not None, tools.USE_PTX, num_warps=4,
+        gate=gates, up=ups, stride_gate=gates.stride(0), stride_up=ups.stride(0), **arguments, beta=beta or 1.0,
+        linear_beta=linear_beta or 1.0, M=width, BLOCK=BLOCK, SITU=beta is not None, CAPPED=linear_beta is not None,
+        PTX=tools.USE_PTX, num_warps=4,
     )  # fmt: skip
 
 
@@ -75,12 +76,14 @@ def forward(gate, up, beta, linear_beta):
     """gate and up [..., m], or `up` None and both in gate [..., 2 m] -> [..., m]; `beta` None for SwiGLU."""
     width = gate.shape[-1] if up is not None else gate.shape[-1] // 2
     out = torch.empty(*gate.shape[:-1], width, device=gate.device, dtype=gate.dtype)
-    _launch(glu_kernel, gate, up, beta, linear_beta, out)
+    _launch(glu_kernel, gate, up, beta, linear_beta, out=out)
     return out
 
 
 def backward(gate, up, beta, linear_beta, d_out):
     """-> gradients of gate and up, None for the latter where it is; d_out contiguous."""
     grads = [None if x is None else torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (gate, up)]
-    _launch(glu_backward_kernel, gate, up, beta, linear_beta, d_out, *_halves(*grads), grads[0].shape[-1])
+    d_gate, d_up = _halves(*grads)
+    stride = grads[0].shape[-1]
+    _launch(glu_backward_kernel, gate, up, beta, linear_beta, d_out=d_out, d_gate=d_gate, d_up=d_up, stride_grad=stride)
     return grads

@@ -165,8 +165,10 @@ def test_heads_further_apart_than_32_bits_count(tmp_path):
     expected = kernels.run(query, query_rope, latents, SCALE, None, None)
     assert torch.equal(kernels.run(queries, query_rope, latents, SCALE, None, None), expected)
     part, log2_sum = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 2)
-    sizes = 2, 6, *strides[:3], 3, 16, 16, 2, tools.USE_PTX
-    kernels.merge_kernel[(6, 1, 1)](part, log2_sum, out, *sizes)
+    kernels.merge_kernel[(6, 1, 1)](
+        part=part, log2_sum=log2_sum, out=out, splits=2, rows=6, out_strides=strides[:3],
+        H=3, R=16, BC=16, BS=2, PTX=tools.USE_PTX,
+    )  # fmt: skip
     torch.testing.assert_close(out.contiguous(), kernels.merged(part, log2_sum, query))
 
 

@@ -38,13 +38,17 @@ warp = int(warp)
 experts_triton.tools.USE_PTX = backend == "cuda"  # as there, whatever this torch is built for
 # Types of the arguments that are not *bf16, the type of most.
 FLOAT32 = dict.fromkeys(
-    "A_log dt_bias decay decay_out dA_log ddt_bias state new_state norm_weight q_weight k_weight v_weight h0 ht dht "
+    "A_log dt_bias decay decay_out dA_log ddt_bias state new_state norm_weight h0 ht dht "
     "dh0 transition offset dweight scores inverse_rms d_query d_out_weight routing y part log2_sum".split(), "*fp32")
 NUMBERS = dict.fromkeys("scale lower_bound eps norm_eps out_eps linear_beta lowest".split(), "fp32")
 COUNTS = dict.fromkeys("T P tokens segment_steps rows keys splits count".split(), "i32")
 PLANS = dict.fromkeys("order tiles".split(), "*i32") | dict.fromkeys("expert_ids lengths".split(), "*i64")
-STRIDES = "stride_", "batch_", "token_", "head_", "key_"
-TYPES = {**FLOAT32, **NUMBERS, **COUNTS, **PLANS}
+STRIDES = "stride_", "batch_", "head_"
+BUNDLES = dict.fromkeys("tails new_tails".split(), ("*bf16",) * 3) | dict(conv_weights=("*fp32",) * 3)
+BUNDLES |= dict.fromkeys("query_strides rope_strides out_strides".split(), ("i32",) * 3)
+BUNDLES |= dict.fromkeys("latents_strides mask_strides".split(), ("i32",) * 2)
+BUNDLES |= dict.fromkeys("batch_strides token_strides".split(), ("i32",) * 6)
+TYPES = {**FLOAT32, **NUMBERS, **COUNTS, **PLANS, **BUNDLES}
 COMMON = dict(
     H=4, K=128, V=128, BK=128, BV=128, C=32, BS=32, DT=tl.bfloat16, IT=tl.float16, W=4, BT=32, BP=128, VARLEN=False,
     cu_seqlens=None, block_offsets=None, block_seq=None, sequence_of=None, HAS_TAIL=True, PTX=backend == "cuda",
@@ -83,7 +87,7 @@ CASES = [
     (kda_backward_triton.chunk_backward_kernel, 4, {}, {}),
     (kda_backward_triton.chunk_backward_kernel, 8, dict(BOUNDED=False, NARROW=False), {}),
     (kda_step_triton.step_kernel, 4, {}, {}),
-    (kda_step_triton.keys_kernel, 4, {}, dict(keys="*fp32")),
+    (kda_step_triton.keys_kernel, 4, {}, dict(keys="*fp32", batch_strides=("i32",) * 4)),
     (kda_step_triton.state_kernel, 4, dict(BS=64), dict(keys="*fp32")),
     (kda_step_triton.norm_kernel, 4, {}, {}),
     (short_conv_triton.conv_kernel, 4, dict(N=3), CONVOLUTIONS),
@@ -128,14 +132,18 @@ for kernel, warps, options, types in CASES:
     signature = {}
     for name in kernel.arg_names:
         kind = {**TYPES, **types}.get(name, "*bf16")
-        if name.startswith(STRIDES):
+        if name.startswith(STRIDES) and isinstance(kind, str):
             kind = "i32"
         if name == "sources":
             kind = ("*bf16",) * constants["N"]
         signature[name] = "constexpr" if name in constants else kind
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
-               if str(signature[name]).startswith("*") or name.startswith(STRIDES)}
+    aligned = {}
+    for i, name in enumerate(kernel.arg_names):
+        bundle = isinstance(signature[name], tuple)
+        for j, kind in enumerate(signature[name] if bundle else [signature[name]]):
+            if kind.startswith("*") or name.startswith(STRIDES) or name.endswith("_strides"):
+                aligned[(i, j) if bundle else (i,)] = [["tt.divisibility", 16]]
     target = GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, warp)
     is_mla = kernel is mla_decode_triton.decode_kernel
     compiled = triton.compile(ASTSource(kernel, signature, places, aligned), target=target,
