@@ -33,10 +33,10 @@ NEW = 5
 BEAMS = 3
 
 
-def small_model(layers, k3, seed=0):
+def small_model(layers, k3, seed=1):
     """The weights are large, so that every token matters."""
     family = {} if k3 else tiny.KIMI_LINEAR
-    return tiny.model(layers, seed, **{"initializer_range": 0.3, **family})
+    return tiny.model(layers, seed, **{"initializer_range": 0.23, **family})
 
 
 @pytest.fixture(scope="module", params=["k3", "kimi-linear"])
@@ -287,7 +287,7 @@ def test_assisted_decoding(model, name, kind, mode):
     if name == "padded":
         ids, mask = torch.nn.functional.pad(ids, (4, 0)), torch.nn.functional.pad(mask, (4, 0))
     settings = {
-        "drafter": {"assistant_model": small_model("k", True, seed=1)},
+        "drafter": {"assistant_model": small_model("k", True, seed=2)},
         "llama": {"assistant_model": foreign_model()},
         "itself": {"assistant_model": model},
         "prompt-lookup": {"prompt_lookup_num_tokens": 4},
@@ -320,7 +320,7 @@ def test_our_model_drafts_for_another(model):
 
 def test_sampling_with_a_drafter_follows_the_seed(model):
     """The draws of the draft and of the model repeat bit for bit."""
-    drafter, ids = small_model("k", True, seed=1), tokens(12, 0)[None]
+    drafter, ids = small_model("k", True, seed=2), tokens(12, 0)[None]
 
     def draw(seed):
         torch.manual_seed(seed)
