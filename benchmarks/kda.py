@@ -105,7 +105,12 @@ def peer_kda(x):
 
 
 def ours_kda(x):
-    return kda.fused_kda(**x, lower_bound=BOUND)
+    tokens = {name: tensor for name, tensor in x.items() if name not in ("A_log", "dt_bias")}
+    return kda.fused_kda(**tokens, parameters=parameters(x))
+
+
+def parameters(x):
+    return kda.KDAParameters(x["A_log"], x["dt_bias"], BOUND)
 
 
 def agreement(ours, peer):
@@ -186,9 +191,7 @@ def decode_cases(wanted, with_peer, bandwidth, heads=96):
                 "gate": torch.randn_like(flat["v"]),
                 "tails": tails,
                 "conv_weights": weights,
-                "A_log": x["A_log"],
-                "dt_bias": x["dt_bias"],
-                "lower_bound": BOUND,
+                "parameters": parameters(x),
                 "norm_weight": torch.ones(SIZE, device="cuda"),
                 "state": state,
                 "norm_eps": 1e-5,

@@ -122,12 +122,10 @@ class _Mix(torch.autograd.Function):
         if results is not None:
             grads, d_norm, d_proj, d_weight = results
             return None, None, d_norm, d_proj, d_weight, *grads
-        leaves = [x.detach().requires_grad_() for x in (norm_weight, proj_weight, *sources)]
-        weight = None if out_weight is None else out_weight.detach().requires_grad_()
-        with torch.enable_grad():
-            again = _composed(leaves[2:], *leaves[:2], ctx.eps)
-            outputs = [again] if weight is None else [again, norms.rms_norm(again, weight, ctx.out_eps)]
-            pairs = [(x, d) for x, d in zip(outputs, (d_mixed, d_out), strict=False) if d is not None]
-            wanted = leaves if d_out is None else [*leaves, weight]
-            d_norm, d_proj, *rest = torch.autograd.grad([x for x, _ in pairs], wanted, [d for _, d in pairs])
-        return None, None, d_norm, d_proj, None if d_out is None else rest.pop(), *rest
+
+        def composed(norm_weight, proj_weight, out_weight, *sources):
+            mixed = _composed(sources, norm_weight, proj_weight, ctx.eps)
+            return mixed, None if out_weight is None else norms.rms_norm(mixed, out_weight, ctx.out_eps)
+
+        tensors = norm_weight, proj_weight, out_weight, *sources
+        return None, None, *dispatch.recomputed(composed, tensors, (d_mixed, d_out))

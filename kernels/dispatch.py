@@ -108,12 +108,28 @@ def if_importable(load, what: str):
         return None
 
 
-def recomputed(function, tensors, grad) -> list[torch.Tensor | None]:
-    """Gradients of `function(*tensors)` by running it again in torch; None for a tensor that is None."""
+def recomputed(function, tensors, grads) -> list[torch.Tensor | None]:
+    """Gradients of the tensors (None for one that is None) where no kernel makes them: `function` runs again in torch.
+
+    Args:
+        function: of the tensors -> a tuple of results.
+        grads: of each result; None where nothing depends on one.
+    """
+    leaves, results = recompute(function, tensors)
+    return gradients(results, leaves, grads)
+
+
+def recompute(function, tensors):
+    """The tensors as leaves of a graph of their own, and `function` of them."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
     with torch.enable_grad():
-        out = function(*leaves)
-    found = iter(torch.autograd.grad(out, [x for x in leaves if x is not None], grad))
+        return leaves, function(*leaves)
+
+
+def gradients(results, leaves, grads) -> list[torch.Tensor | None]:
+    """Of what `recompute` returned, under the gradients of the results."""
+    results, grads = zip(*((x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None), strict=True)
+    found = iter(torch.autograd.grad(results, [x for x in leaves if x is not None], grads, allow_unused=True))
     return [None if x is None else next(found) for x in leaves]
 
 

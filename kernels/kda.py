@@ -24,6 +24,7 @@ small decays behind a large one. Memory is O(T (C + K + V)) a head.
 
 import contextlib
 import itertools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,63 @@ CHUNK = 64
 GROUP_TOKENS = 1024
 # So many tokens cost less one after another than as one chunk that is mostly padding (measured on a CPU).
 FEW_TOKENS = 16
+
+
+class KDAParameters(NamedTuple):
+    """What a KDA layer brings to every token: the weights and numbers of the gate, and of the norm of queries and keys.
+
+    Attributes:
+        A_log: [H] float32, log of the rate of the gate.
+        dt_bias: [H * K] float32, added to the decay logits of every channel.
+        lower_bound: of the log-decay (Kimi K3), None for the gate without one (Kimi-Linear).
+        l2_eps: added to the sum of squares by the L2 norms of q and k.
+    """
+
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+    lower_bound: float | None
+    l2_eps: float = L2_EPS
+
+    def for_kernels(self) -> dict:
+        """By the names that the Triton kernels have for them."""
+        return {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "lower_bound": self.lower_bound or 0.0,
+            "eps": self.l2_eps,
+            "BOUNDED": self.lower_bound is not None,
+        }
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.A_log, self.dt_bias
+
+    def with_tensors(self, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None) -> "KDAParameters":
+        """The same numbers with other tensors; None where autograd carries these."""
+        return self._replace(A_log=A_log, dt_bias=dt_bias)
+
+
+class KDAInputs(NamedTuple):
+    """What the recurrence reads at every token, as `fused_kda` takes it."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+    def part(self, start: int, end: int) -> "KDAInputs":
+        """The tokens from `start` to `end`."""
+        return KDAInputs(*(x[:, start:end] for x in self))
+
+    def by_token(self) -> "KDAInputs":
+        """As the kernels read them."""
+        return KDAInputs(*map(dispatch.token_rows, self))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """K and V."""
+        return self.q.shape[-1], self.v.shape[-1]
 
 
 def working_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -56,30 +114,26 @@ def l2norm(x: torch.Tensor, eps: float = L2_EPS) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
-def kda_gate(
-    logits: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None
-) -> torch.Tensor:
+def kda_gate(logits: torch.Tensor, parameters: KDAParameters) -> torch.Tensor:
     """Log-decay g of every key channel.
 
-    With `lower_bound` (Kimi K3): g = lower_bound * sigmoid(exp(A_log) * (logits + dt_bias)), in (lower_bound, 0).
+    With a lower bound (Kimi K3): g = lower_bound * sigmoid(exp(A_log) * (logits + dt_bias)), in (lower_bound, 0).
     Without (Kimi-Linear): g = -exp(A_log) * softplus(logits + dt_bias).
 
     Args:
         logits: [..., H, K], output of the low-rank decay projection.
-        A_log: [H], float32.
-        dt_bias: [H * K], float32, one a channel.
 
     Returns:
         [..., H, K] float32 (float64 for float64 logits), never positive.
     """
     dtype = working_dtype(logits)
     heads, size = logits.shape[-2:]
-    z = logits.to(dtype) + dt_bias.to(dtype).view(heads, size)
-    rate = A_log.to(dtype).exp().view(heads, 1)
-    if lower_bound is None:
+    z = logits.to(dtype) + parameters.dt_bias.to(dtype).view(heads, size)
+    rate = parameters.A_log.to(dtype).exp().view(heads, 1)
+    if parameters.lower_bound is None:
         # threshold: softplus(z) differs from z by less than a float64 can hold
         return -rate * F.softplus(z, threshold=40.0)
-    return lower_bound * torch.sigmoid(rate * z)
+    return parameters.lower_bound * torch.sigmoid(rate * z)
 
 
 def fused_kda(
@@ -88,9 +142,7 @@ def fused_kda(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    lower_bound: float | None,
+    parameters: KDAParameters,
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,39 +156,48 @@ def fused_kda(
         v: [B, T, H, V].
         g: [B, T, H, K] decay logits, for `kda_gate`.
         beta: [B, T, H] logits.
-        A_log, dt_bias, lower_bound: of the gate, as `kda_gate` takes them.
         initial_state, cu_seqlens: as `chunk_kda` takes them; the state may be bfloat16.
 
     Returns:
         o [B, T, H, V] in the dtype of v, and the final states [N, H, K, V], float32 or in the dtype of `initial_state`.
     """
-    _check_shapes(q, k, v, g, beta, cu_seqlens)
-    states = () if initial_state is None else (initial_state,)
-    arguments = (q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
-    if dispatch.triton_refusal(q, k, v, g, beta, A_log, dt_bias, *states, sizes=(q.shape[-1], v.shape[-1])) is None:
+    inputs = KDAInputs(q, k, v, g, beta)
+    _check_shapes(*inputs, cu_seqlens)
+    if takes_kernels(inputs, parameters, initial_state):
         sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        _check_state(initial_state, (sequences, q.shape[2], q.shape[3], v.shape[3]))
-        function = _FusedKDA.apply if dispatch.needs_grad(*arguments[:7], initial_state) else _forward_kernels
-        results = dispatch.run_kernels(function, *map(dispatch.token_rows, arguments[:5]), *arguments[5:])
+        _check_state(initial_state, (sequences, *k.shape[2:], v.shape[3]))
+        inputs_by_token, tensors = inputs.by_token(), (*parameters.tensors, initial_state)
+        if dispatch.needs_grad(*inputs, *tensors):
+            numbers = parameters.with_tensors(None, None)
+            results = dispatch.run_kernels(_FusedKDA.apply, numbers, cu_seqlens, *inputs_by_token, *tensors)
+        else:
+            results = dispatch.run_kernels(_forward_kernels, inputs_by_token, parameters, initial_state, cu_seqlens)
         if results is not None:
             return results
-    return _composed(*arguments)
+    return composed_kda(inputs, parameters, initial_state, cu_seqlens)
 
 
-def _composed(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens):
+def takes_kernels(inputs: KDAInputs, parameters: KDAParameters, *states: torch.Tensor | None) -> bool:
+    """Whether the Triton kernels run for these."""
+    tensors = (x for x in (*parameters.tensors, *states) if x is not None)
+    return dispatch.triton_refusal(*inputs, *tensors, sizes=inputs.sizes) is None
+
+
+def composed_kda(inputs: KDAInputs, parameters: KDAParameters, initial_state, cu_seqlens):
     """`fused_kda` of the functions of this file."""
+    q, k, v, g, beta = inputs
     state_dtype = working_dtype(q) if initial_state is None else initial_state.dtype
-    inputs = (
-        l2norm(q),
-        l2norm(k),
+    prepared = (
+        l2norm(q, parameters.l2_eps),
+        l2norm(k, parameters.l2_eps),
         v,
-        kda_gate(g, A_log, dt_bias, lower_bound),
+        kda_gate(g, parameters),
         torch.sigmoid(beta.to(torch.promote_types(beta.dtype, torch.float32))),
     )
     if 0 < q.shape[1] <= FEW_TOKENS and cu_seqlens is None:
-        out, state = recurrent_kda(*inputs, initial_state=initial_state)
+        out, state = recurrent_kda(*prepared, initial_state=initial_state)
     else:
-        out, state = chunk_kda(*inputs, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        out, state = chunk_kda(*prepared, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return out.to(v.dtype), state.to(state_dtype)
 
 
@@ -146,9 +207,7 @@ def fused_kda_states(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    lower_bound: float | None,
+    parameters: KDAParameters,
     initial_state: torch.Tensor | None,
     boundaries: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -164,24 +223,19 @@ def fused_kda_states(
         o and the final states as `fused_kda`, and the states [B, H, K, V] after each number of tokens, each in memory
         of its own.
     """
-    tokens, gate = (q, k, v, g, beta), (A_log, dt_bias, lower_bound)
-    cuts = [0, *boundaries, q.shape[1]]
-    given = () if initial_state is None else (initial_state,)
-    kernels = not dispatch.needs_grad(*tokens, A_log, dt_bias, *given) and (
-        dispatch.triton_refusal(*tokens, A_log, dt_bias, *given, sizes=(q.shape[-1], v.shape[-1])) is None
-    )
+    inputs, cuts = KDAInputs(q, k, v, g, beta), [0, *boundaries, q.shape[1]]
+    needs_grad = dispatch.needs_grad(*inputs, *parameters.tensors, initial_state)
+    kernels = not needs_grad and takes_kernels(inputs, parameters, initial_state)
     outputs, states, state, at = [], [], initial_state, 0
     while at + 1 < len(cuts):
-        pieces = _even_pieces(cuts[at:]) if kernels else 1
-        part = [x[:, cuts[at] : cuts[at + pieces]] for x in tokens]
+        pieces, every = _even_pieces(cuts[at:]) if kernels else 1, cuts[at + 1] - cuts[at]
         results = None
         if pieces > 1:
-            every = cuts[at + 1] - cuts[at]
-            rows = map(dispatch.token_rows, part)
-            results = dispatch.run_kernels(_forward_kernels, *rows, *gate, state, None, every)
+            part = inputs.part(cuts[at], cuts[at + pieces]).by_token()
+            results = dispatch.run_kernels(_forward_kernels, part, parameters, state, None, every)
         if results is None:
             pieces = 1
-            out, state = fused_kda(*(x[:, : cuts[at + 1] - cuts[at]] for x in part), *gate, initial_state=state)
+            out, state = fused_kda(*inputs.part(cuts[at], cuts[at + 1]), parameters, initial_state=state)
         else:
             out, state, inner = results
             inner = inner.view(q.shape[0], -1, *inner.shape[1:])
@@ -211,17 +265,12 @@ def _even_pieces(cuts: list[int]) -> int:
     return pieces
 
 
-def _forward_kernels(
-    q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, checkpoint_every=0
-):  # fmt: skip
+def _forward_kernels(inputs, parameters, initial_state, cu_seqlens, checkpoint_every=0):
     from . import kda_chunk_triton
 
     if initial_state is not None:
         initial_state = initial_state.contiguous()
-    results = kda_chunk_triton.forward(
-        q, k, v, g, beta, A_log, dt_bias, lower_bound, q.shape[-1] ** -0.5, L2_EPS, initial_state, cu_seqlens,
-        checkpoint_every,
-    )  # fmt: skip
+    results = kda_chunk_triton.forward(inputs, parameters, initial_state, cu_seqlens, checkpoint_every)
     return results if checkpoint_every else results[:2]
 
 
@@ -229,40 +278,50 @@ class _FusedKDA(torch.autograd.Function):
     """The Triton kernels; the backward pass recomputes from the inputs."""
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens):
-        ctx.lower_bound = lower_bound
+    def forward(ctx, numbers, cu_seqlens, *tensors):
+        """`tensors`: the inputs, A_log, dt_bias and the initial state, or None for it."""
+        ctx.numbers = numbers
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-        return _forward_kernels(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
+        ctx.save_for_backward(cu_seqlens, *tensors)
+        *inputs, A_log, dt_bias, initial_state = tensors
+        return _forward_kernels(KDAInputs(*inputs), numbers.with_tensors(A_log, dt_bias), initial_state, cu_seqlens)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out, d_final):
+    def backward(ctx, *grads):
+        cu_seqlens, *inputs, A_log, dt_bias, initial_state = ctx.saved_tensors
+        parameters = ctx.numbers.with_tensors(A_log, dt_bias)
+        return None, None, *gradients(KDAInputs(*inputs), parameters, initial_state, cu_seqlens, *grads)
+
+
+def gradients(inputs, parameters, initial_state, cu_seqlens, d_out, d_final, final_of=None):
+    """Gradients of the inputs, A_log, dt_bias and the initial state (None without), by kernels or else in torch.
+
+    Args:
+        d_out, d_final: of the results, None where nothing depends on one.
+        final_of: makes the gradient of the final states out of that of the initial states under `d_final`, where what
+            follows lies elsewhere (`kda_context`).
+    """
+    d_out = inputs.v.new_zeros(inputs.v.shape) if d_out is None else d_out.contiguous()
+    d_final = None if d_final is None else d_final.contiguous()
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    if takes_kernels(inputs, parameters, initial_state):
         from . import kda_backward_triton
 
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens = ctx.saved_tensors
-        d_out = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if d_out is None else d_out.contiguous()
-        d_final = None if d_final is None else d_final.contiguous()
-        initial_state = None if initial_state is None else initial_state.contiguous()
-        grads = dispatch.run_kernels(
-            kda_backward_triton.backward,
-            *(q, k, v, g, beta, A_log, dt_bias, ctx.lower_bound, q.shape[-1] ** -0.5, L2_EPS),
-            *(initial_state, cu_seqlens, d_out, d_final),
-        )
-        if grads is None:
-            tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-            grads = _composed_gradients(tensors, ctx.lower_bound, cu_seqlens, d_out, d_final)
-        return *grads[:7], None, grads[7], None
+        arguments = parameters, initial_state, cu_seqlens, d_out, d_final, final_of
+        found = dispatch.run_kernels(kda_backward_triton.backward, inputs.by_token(), *arguments)
+        if found is not None:
+            return found
 
+    def composed(*tensors):
+        *inputs, A_log, dt_bias, state = tensors
+        return composed_kda(KDAInputs(*inputs), parameters.with_tensors(A_log, dt_bias), state, cu_seqlens)
 
-def _composed_gradients(tensors, lower_bound, cu_seqlens, d_out, d_final):
-    """Gradients of the eight tensors (None for no initial state) through `_composed`."""
-    leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
-    with torch.enable_grad():
-        out, final = _composed(*leaves[:7], lower_bound, leaves[7], cu_seqlens)
-        outputs, seeds = ([out], [d_out]) if d_final is None else ([out, final], [d_out, d_final])
-        found = iter(torch.autograd.grad(outputs, [x for x in leaves if x is not None], seeds))
-    return [None if x is None else next(found) for x in leaves]
+    leaves, results = dispatch.recompute(composed, (*inputs, *parameters.tensors, initial_state))
+    if final_of is not None:
+        seeds = d_out, torch.zeros_like(results[1]) if d_final is None else d_final
+        d_final = final_of(torch.autograd.grad(results, leaves[-1], seeds, retain_graph=True)[0])
+    return dispatch.gradients(results, leaves, (d_out, d_final))
 
 
 def recurrent_kda(

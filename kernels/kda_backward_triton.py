@@ -222,23 +222,18 @@ def chunk_backward_kernel(
     tl.store(dA_log + chunk, d_rate)
 
 
-def backward(
-    q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, initial_state, cu_seqlens, d_out, d_final,
-    final_of=None
-):  # fmt: skip
+def backward(inputs, parameters, initial_state, cu_seqlens, d_out, d_final, final_of=None):
     """Gradients of q, k, v, g, beta, A_log, dt_bias and the initial state (None without).
 
     Args:
         d_out: [B, T, H, V], contiguous.
         d_final: [N, H, K, V] gradient of the final states, or None.
-        final_of: makes the gradient of the final states out of that of the initial states under `d_final`, where what
-            follows lies elsewhere (`kda_context`).
+        final_of: as `kda.gradients` takes it.
     """
+    q, k, v, g, beta = inputs
     (batch, length, heads, key_size), value_size = q.shape, v.shape[-1]
     blocks = forward_pass.Blocks(batch, length, cu_seqlens)
-    work, decay, inverse, lower, residual = forward_pass.prepare(
-        q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlens, blocks, True
-    )
+    work, decay, inverse, lower, residual = forward_pass.prepare(inputs, parameters, cu_seqlens, blocks, True)
     block_v, columns = tools.block(value_size), forward_pass.value_block(value_size, q.dtype)
     constants = forward_pass.constants(heads, key_size, value_size, q.dtype)
     varlen, stages = cu_seqlens is not None, forward_pass.scan_stages(q.dtype)
@@ -269,17 +264,17 @@ def backward(
     dq, dk, dv, dg, dbeta = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta))
     d_rate = torch.empty(blocks.count, heads, device=q.device)
     d_bias = torch.empty(blocks.count, heads, key_size, device=q.device)
-    narrow = forward_pass.is_narrow(lower_bound)
+    narrow = forward_pass.is_narrow(parameters.lower_bound)
     warps = 4 if key_size <= 128 and narrow else 8  # the three factorings of other gates hold more than 4 can
     chunk_backward_kernel[(heads * blocks.count,)](
-        q=q, k=k, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+        q=q, k=k, g=g, beta=beta, **parameters.for_kernels(),
         cu_seqlens=cu_seqlens, block_offsets=blocks.offsets, block_seq=blocks.sequence,
         inverse=inverse, lower=lower, updated=updated, residual=residual, states=states, do=d_out, du=du,
         dstates=dstates, dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, dA_log=d_rate, ddt_bias=d_bias, T=length,
         stride_q=q.stride(1), stride_k=k.stride(1), stride_g=g.stride(1), stride_beta=beta.stride(1),
-        scale=scale, lower_bound=lower_bound or 0.0, eps=eps,
-        **constants, BV=block_v, BS=min(32, block_v), BOUNDED=lower_bound is not None, NARROW=narrow, VARLEN=varlen,
+        scale=key_size**-0.5, **constants, BV=block_v, BS=min(32, block_v), NARROW=narrow, VARLEN=varlen,
         PTX=tools.USE_PTX, num_warps=warps, num_stages=1,
     )  # fmt: skip
-    d_A_log, d_dt_bias = d_rate.sum(0).to(A_log.dtype), d_bias.sum(0).flatten().to(dt_bias.dtype)
+    d_A_log = d_rate.sum(0).to(parameters.A_log.dtype)
+    d_dt_bias = d_bias.sum(0).flatten().to(parameters.dt_bias.dtype)
     return dq, dk, dv, dg, dbeta, d_A_log, d_dt_bias, d_initial

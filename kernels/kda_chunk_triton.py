@@ -403,13 +403,15 @@ class Blocks:
         self.sequence = torch.where(rows < self.offsets[-1], found, -1)
 
 
-def prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlens, blocks, for_backward):
+def prepare(inputs, parameters, cu_seqlens, blocks, for_backward):
     """-> workspace [chunks, H, tile], decays [chunks, H, K].
 
     For the backward pass also inverses and L [chunks, H, C, C], and in half precision what the rounding of u left
     [chunks, H, V, C].
     """
+    q, k, v, g, beta = inputs
     (_, length, heads, key_size), value_size = q.shape, v.shape[-1]
+    narrow = is_narrow(parameters.lower_bound)
     stored = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
     size = CHUNK * (3 * key_size + value_size + CHUNK)
     work = torch.empty(blocks.count, heads, size, device=q.device, dtype=stored)
@@ -420,16 +422,16 @@ def prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlen
             residual = torch.empty(blocks.count, heads, value_size, CHUNK, device=q.device, dtype=stored)
         inverse, lower = torch.empty(2, blocks.count, heads, CHUNK, CHUNK, device=q.device, dtype=stored)
     prepare_kernel[(heads * blocks.count,)](
-        q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+        q=q, k=k, v=v, g=g, beta=beta, **parameters.for_kernels(),
         cu_seqlens=cu_seqlens, block_offsets=blocks.offsets, block_seq=blocks.sequence,
         work=work, decay_out=decay, inverse_out=inverse, lower_out=lower, residual=residual, T=length,
         stride_q=q.stride(1), stride_k=k.stride(1), stride_v=v.stride(1), stride_g=g.stride(1),
-        stride_beta=beta.stride(1), scale=scale, lower_bound=lower_bound or 0.0, eps=eps,
+        stride_beta=beta.stride(1), scale=key_size**-0.5,
         **constants(heads, key_size, value_size, q.dtype), BV=tools.block(value_size),
-        IT=tools.operand_types(q.dtype)[1], BOUNDED=lower_bound is not None, NARROW=is_narrow(lower_bound),
-        VARLEN=cu_seqlens is not None, FOR_BACKWARD=for_backward, PTX=tools.USE_PTX,
+        IT=tools.operand_types(q.dtype)[1], NARROW=narrow, VARLEN=cu_seqlens is not None,
+        FOR_BACKWARD=for_backward, PTX=tools.USE_PTX,
         # three factorings hold more than two warps have registers for
-        num_warps=2 if key_size <= 128 and is_narrow(lower_bound) else 4, num_stages=1,
+        num_warps=2 if key_size <= 128 and narrow else 4, num_stages=1,
     )  # fmt: skip
     return work, decay, inverse, lower, residual
 
@@ -485,17 +487,17 @@ def _entry_states(work, decay, value_size, initial_state, blocks, length, segmen
 
 
 def forward(
-    q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, initial_state, cu_seqlens, checkpoint_every=0,
-    segments=None, entry_of=None
-):  # fmt: skip
+    inputs, parameters, initial_state, cu_seqlens, checkpoint_every: int = 0, segments: int | None = None, entry_of=None
+):
     """As `kda.fused_kda`, whose arguments these are; also the checkpoints [n, H, K, V] (None without).
 
     `segments` overrides into how many parts a sequence is cut (tests). `entry_of` makes the initial state out of the
     workspace and the decays that `prepare` left (`kda_context`).
     """
+    q, v = inputs.q, inputs.v
     (batch, length, heads, key_size), value_size = q.shape, v.shape[-1]
     blocks = Blocks(batch, length, cu_seqlens)
-    work, decay, *_ = prepare(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale, eps, cu_seqlens, blocks, False)
+    work, decay, *_ = prepare(inputs, parameters, cu_seqlens, blocks, False)
     if entry_of is not None:
         initial_state = entry_of(work, decay)
     out = torch.empty(batch, length, heads, value_size, device=q.device, dtype=v.dtype)

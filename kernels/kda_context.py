@@ -10,6 +10,8 @@ give), so the parts behind send the latter, the gradient of the end state comes 
 from it. Phi needs no gradient of its own. Who sends what to whom is up to the `exchange` (`parallel/context.py`).
 """
 
+import itertools
+
 import torch
 
 from . import dispatch, kda
@@ -21,16 +23,13 @@ def part_kda(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    lower_bound: float | None,
+    parameters: kda.KDAParameters,
     cu_seqlens: torch.Tensor | None,
     exchange,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kda.fused_kda` whose initial states come from `exchange`; differentiable, once, in every tensor.
 
     Args:
-        q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens: as `fused_kda` takes them.
         exchange: an object with
 
             * `last`: for every row, the number of its last sequence; `lengths`: tokens of every sequence, as numbers;
@@ -41,56 +40,52 @@ def part_kda(
     Returns:
         o [B, T, H, V] in the dtype of v, and the final states [N, H, K, V].
     """
-    arguments = (q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens, exchange)
-    if dispatch.needs_grad(*arguments[:7]):
-        return _PartKDA.apply(*arguments)
-    return _forward(*arguments)[:2]
+    inputs = kda.KDAInputs(q, k, v, g, beta)
+    if dispatch.needs_grad(*inputs, *parameters.tensors):
+        numbers = parameters.with_tensors(None, None)
+        return _PartKDA.apply(numbers, cu_seqlens, exchange, *inputs, *parameters.tensors)
+    return _forward(inputs, parameters, cu_seqlens, exchange)[:2]
 
 
-def _forward(q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens, exchange):
+def _forward(inputs, parameters, cu_seqlens, exchange):
     """o, final states, initial states, and what `exchange.end_gradients` needs."""
-    tensors = q, k, v, g, beta, A_log, dt_bias
-    if dispatch.triton_refusal(*tensors, sizes=(q.shape[-1], v.shape[-1])) is None:
-        rows = map(dispatch.token_rows, tensors[:5])
-        results = dispatch.run_kernels(_forward_kernels, *rows, A_log, dt_bias, lower_bound, cu_seqlens, exchange)
+    if kda.takes_kernels(inputs, parameters):
+        arguments = inputs.by_token(), parameters, cu_seqlens, exchange
+        results = dispatch.run_kernels(_forward_kernels, *arguments)
         if results is not None:
             return results
-    entry, kept = exchange.entry_states(*_transitions(*tensors, lower_bound, exchange))
-    return *kda._composed(*tensors, lower_bound, entry, cu_seqlens), entry, kept
+    entry, kept = exchange.entry_states(*_transitions(inputs, parameters, exchange))
+    return *kda.composed_kda(inputs, parameters, entry, cu_seqlens), entry, kept
 
 
-def _transitions(q, k, v, g, beta, A_log, dt_bias, lower_bound, exchange):
+def _transitions(inputs, parameters, exchange):
     """Phi and S^ of the last sequence of every row: the chunked form, the columns of Phi beside those of the values.
 
     They start from the identity, and no values are added to them.
     """
-    (_, _, heads, size), tokens = k.shape, [0]
-    for length in exchange.lengths:
-        tokens.append(tokens[-1] + length)
+    (_, _, heads, size), tokens = inputs.k.shape, [0, *itertools.accumulate(exchange.lengths)]
     found = []
     for last in exchange.last:
-        part = [x.flatten(0, 1)[None, tokens[last] : tokens[last + 1]] for x in (k, v, g, beta)]
-        k_, v_, g_, beta_ = (x.to(kda.working_dtype(x)) for x in part)
-        k_ = kda.l2norm(k_)
-        columns = torch.cat([v_.new_zeros(*v_.shape[:-1], size), v_], dim=-1)
-        start = torch.eye(size, v_.shape[-1] + size, dtype=v_.dtype, device=v_.device).expand(1, heads, -1, -1)
-        gate = kda.kda_gate(g_, A_log, dt_bias, lower_bound)
-        found.append(kda.chunk_kda(k_, k_, columns, gate, beta_.sigmoid(), initial_state=start)[1])
-    return torch.cat(found).split([size, v.shape[-1]], dim=-1)
+        part = kda.KDAInputs(*(x.flatten(0, 1)[None] for x in inputs)).part(tokens[last], tokens[last + 1])
+        _, k, v, g, beta = (x.to(kda.working_dtype(x)) for x in part)
+        k = kda.l2norm(k, parameters.l2_eps)
+        columns = torch.cat([v.new_zeros(*v.shape[:-1], size), v], dim=-1)
+        start = torch.eye(size, columns.shape[-1], dtype=v.dtype, device=v.device).expand(1, heads, -1, -1)
+        gate = kda.kda_gate(g, parameters)
+        found.append(kda.chunk_kda(k, k, columns, gate, beta.sigmoid(), initial_state=start)[1])
+    return torch.cat(found).split([size, inputs.v.shape[-1]], dim=-1)
 
 
-def _forward_kernels(q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens, exchange):
+def _forward_kernels(inputs, parameters, cu_seqlens, exchange):
     from . import kda_chunk_triton as kernels
 
-    states = []
+    states, v = [], inputs.v
 
     def entry_of(work, decay):
-        value_size, device = v.shape[-1], v.device
-
         def of(first, sequences, length):
             """Phi and S^ [sequences, H, K, K or V] of sequences of one length whose chunks begin with `first`."""
-            segments = kernels.segments_of(sequences, v.shape[2], length, value_size, device)
-            parts = kernels.transitions(work[first:], decay[first:], value_size, sequences, length, segments)
+            segments = kernels.segments_of(sequences, v.shape[2], length, v.shape[-1], v.device)
+            parts = kernels.transitions(work[first:], decay[first:], v.shape[-1], sequences, length, segments)
             transition, offset = (x[:, 0] for x in parts)
             for later, added in zip(parts[0].unbind(1)[1:], parts[1].unbind(1)[1:], strict=True):
                 transition, offset = later @ transition, later @ offset + added
@@ -99,16 +94,13 @@ def _forward_kernels(q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens, 
         if cu_seqlens is None:
             found = of(0, len(exchange.last), exchange.lengths[0])
         else:
-            chunks = [0]
-            for length in exchange.lengths:
-                chunks.append(chunks[-1] + -(-length // kernels.CHUNK))
+            chunks = [0, *itertools.accumulate(-(-length // kernels.CHUNK) for length in exchange.lengths)]
             pairs = [of(chunks[last], 1, exchange.lengths[last]) for last in exchange.last]
             found = [torch.cat(parts) for parts in zip(*pairs, strict=True)]
         states.extend(exchange.entry_states(*found))
         return states[0]
 
-    arguments = (q, k, v, g, beta, A_log, dt_bias, lower_bound, q.shape[-1] ** -0.5, kda.L2_EPS, None, cu_seqlens)
-    out, final, _ = kernels.forward(*arguments, entry_of=entry_of)
+    out, final, _ = kernels.forward(inputs, parameters, None, cu_seqlens, entry_of=entry_of)
     return out, final, *states
 
 
@@ -116,41 +108,25 @@ class _PartKDA(torch.autograd.Function):
     """The backward pass recomputes from the inputs and the initial states."""
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens, exchange):
-        ctx.lower_bound, ctx.exchange = lower_bound, exchange
+    def forward(ctx, numbers, cu_seqlens, exchange, *tensors):
+        """`tensors`: the inputs, A_log and dt_bias."""
+        ctx.numbers, ctx.exchange = numbers, exchange
         ctx.set_materialize_grads(False)
-        out, final, entry, kept = _forward(q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens, exchange)
-        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, entry, cu_seqlens, kept)
+        *inputs, A_log, dt_bias = tensors
+        parameters = numbers.with_tensors(A_log, dt_bias)
+        out, final, entry, kept = _forward(kda.KDAInputs(*inputs), parameters, cu_seqlens, exchange)
+        ctx.save_for_backward(cu_seqlens, kept, *tensors, entry)
         return out, final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, d_final):
-        *tensors, entry, cu_seqlens, kept = ctx.saved_tensors
-        q, v = tensors[0], tensors[2]
-        d_out = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if d_out is None else d_out.contiguous()
-        d_final = None if d_final is None else d_final.contiguous()
+        cu_seqlens, kept, *inputs, A_log, dt_bias, entry = ctx.saved_tensors
 
         def final_of(d_entry):
             found = ctx.exchange.end_gradients(d_entry, kept)
             return (found if d_final is None else found + d_final).contiguous()
 
-        grads = None
-        if dispatch.triton_refusal(*tensors, sizes=(q.shape[-1], v.shape[-1])) is None:
-            from . import kda_backward_triton
-
-            options = ctx.lower_bound, q.shape[-1] ** -0.5, kda.L2_EPS, entry, cu_seqlens, d_out, d_final, final_of
-            rows = map(dispatch.token_rows, tensors[:5])
-            grads = dispatch.run_kernels(kda_backward_triton.backward, *rows, *tensors[5:], *options)
-        if grads is None:
-            grads = _composed_gradients(tensors, ctx.lower_bound, entry, cu_seqlens, d_out, d_final, final_of)
-        return *grads[:7], None, None, None
-
-
-def _composed_gradients(tensors, lower_bound, entry, cu_seqlens, d_out, d_final, final_of):
-    leaves = [x.detach().requires_grad_() for x in (*tensors, entry)]
-    with torch.enable_grad():
-        outputs = kda._composed(*leaves[:7], lower_bound, leaves[7], cu_seqlens)
-        seeds = d_out, torch.zeros_like(outputs[1]) if d_final is None else d_final
-        d_entry = torch.autograd.grad(outputs, leaves[7], seeds, retain_graph=True)[0]
-        return torch.autograd.grad(outputs, leaves[:7], (d_out, final_of(d_entry)))
+        parameters = ctx.numbers.with_tensors(A_log, dt_bias)
+        *grads, _ = kda.gradients(kda.KDAInputs(*inputs), parameters, entry, cu_seqlens, d_out, d_final, final_of)
+        return None, None, None, *grads

@@ -17,9 +17,7 @@ def advance(
     projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     logits: tuple[torch.Tensor, torch.Tensor],
     conv_weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    lower_bound: float | None,
+    parameters: kda.KDAParameters,
     tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
@@ -29,14 +27,14 @@ def advance(
     Args:
         projected: query, key and value before the convolution, [N, T, H * K or V], or [1, n, ...] when packed.
         logits: of the decay [N, T, H * K] and of beta [N, T, H], packed alike.
-        conv_weights, A_log, dt_bias, lower_bound: as `kda_step` takes them.
+        conv_weights, parameters: as `kda_step` takes them.
         tails, state: before the tokens, [N, W - 1, H * K or V] and [N, H, K, V]; None for zeros.
         cu_seqlens: [N + 1] offsets of packed sequences, or None.
     """
     convolved, new_tails = short_conv.short_convs(projected, conv_weights, tails, cu_seqlens)
-    _, k, v = (x.unflatten(-1, (len(A_log), -1)) for x in convolved)
-    decay = logits[0].view_as(k)
-    return new_tails, kda.fused_kda(k, k, v, decay, logits[1], A_log, dt_bias, lower_bound, state, cu_seqlens)[1]
+    _, k, v = (x.unflatten(-1, (len(parameters.A_log), -1)) for x in convolved)
+    decay, beta = logits
+    return new_tails, kda.fused_kda(k, k, v, decay.view_as(k), beta, parameters, state, cu_seqlens)[1]
 
 
 def kda_step(
@@ -48,9 +46,7 @@ def kda_step(
     gate: torch.Tensor,
     tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     conv_weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    lower_bound: float | None,
+    parameters: kda.KDAParameters,
     norm_weight: torch.Tensor,
     state: torch.Tensor,
     norm_eps: float,
@@ -63,7 +59,6 @@ def kda_step(
         beta: [B, T, H] logits.
         tails: the last W - 1 inputs of the three convolutions, [B, W - 1, H * K or V].
         conv_weights: [H * K or V, 1, W] each.
-        A_log, dt_bias, lower_bound: of the gate, as `kda.kda_gate` takes them.
         norm_weight: [V].
         state: [B, H, K, V] float32 or bfloat16.
         in_place: write the new state and tails into `state` and `tails`.
@@ -72,22 +67,19 @@ def kda_step(
         out [B, T, H * V] in the dtype of q, the new tails, the new state in the dtype of `state`.
     """
     inputs = (q, k, v, g, beta, gate)
-    tensors = (*inputs, *tails, *conv_weights, A_log, dt_bias, norm_weight, state)
+    tensors = (*inputs, *tails, *conv_weights, *parameters.tensors, norm_weight, state)
     refused = dispatch.needs_grad(*tensors) or dispatch.triton_refusal(*tensors, sizes=state.shape[2:])
     if not refused and all(x.stride(-1) == 1 for x in inputs):
         from . import kda_step_triton
 
-        results = dispatch.run_kernels(
-            kda_step_triton.step,
-            *(*inputs, tails, conv_weights, A_log, dt_bias, lower_bound, norm_weight, state),
-            *(state.shape[2] ** -0.5, kda.L2_EPS, norm_eps, in_place),
-        )
+        rest = tails, conv_weights, parameters, norm_weight, state, norm_eps, in_place
+        results = dispatch.run_kernels(kda_step_triton.step, *inputs, *rest)
         if results is not None:
             return results
     convolved, new_tails = short_conv.short_convs((q, k, v), conv_weights, tails)
     heads = (*q.shape[:2], state.shape[1], -1)
     q, k, v = (x.view(heads) for x in convolved)
-    out, new_state = kda.fused_kda(q, k, v, g.view(heads), beta, A_log, dt_bias, lower_bound, initial_state=state)
+    out, new_state = kda.fused_kda(q, k, v, g.view(heads), beta, parameters, initial_state=state)
     out = norms.gated_rms_norm(out, gate.view(heads), norm_weight, norm_eps).flatten(2)
     if in_place:
         for old, new in zip((*tails, state), (*new_tails, new_state), strict=True):

@@ -240,9 +240,8 @@ def norm_kernel(
 
 
 def step_of_many(
-    q, k, v, g, beta, gate, tails, conv_weights, A_log, dt_bias, lower_bound, norm_weight, state, scale, eps, norm_eps,
-    out, new_tails, new_state,
-):  # fmt: skip
+    q, k, v, g, beta, gate, tails, conv_weights, parameters, norm_weight, state, norm_eps, out, new_tails, new_state
+):
     """One token by three kernels, into `out`, `new_tails` and `new_state`."""
     batch, heads, key_size, value_size = state.shape
     keys = torch.empty(batch, heads, 3, key_size, device=q.device, dtype=torch.float32)
@@ -250,10 +249,10 @@ def step_of_many(
     together = 2 - heads % 2
     columns = min(COLUMNS, value_size)
     keys_kernel[(batch * (heads // together),)](
-        q=q, k=k, v=v, g=g, tails=tails, conv_weights=conv_weights, A_log=A_log, dt_bias=dt_bias, keys=keys,
+        q=q, k=k, v=v, g=g, tails=tails, conv_weights=conv_weights, **parameters.for_kernels(), keys=keys,
         values=values, new_tails=new_tails, batch_strides=(q.stride(0), k.stride(0), v.stride(0), g.stride(0)),
-        scale=scale, lower_bound=lower_bound or 0.0, eps=eps, H=heads, K=key_size, V=value_size, BH=together,
-        W=conv_weights[0].shape[-1], BOUNDED=lower_bound is not None, PTX=tools.USE_PTX,
+        scale=key_size**-0.5, H=heads, K=key_size, V=value_size, BH=together, W=conv_weights[0].shape[-1],
+        PTX=tools.USE_PTX,
         num_warps=max(1, min(4, together * min(key_size, value_size) // 64)),  # no more threads than channels
     )  # fmt: skip
     state_kernel[(batch * heads * (value_size // columns),)](
@@ -266,10 +265,7 @@ def step_of_many(
     )  # fmt: skip
 
 
-def step(
-    q, k, v, g, beta, gate, tails, conv_weights, A_log, dt_bias, lower_bound, norm_weight, state, scale, eps, norm_eps,
-    in_place,
-):  # fmt: skip
+def step(q, k, v, g, beta, gate, tails, conv_weights, parameters, norm_weight, state, norm_eps, in_place):
     """As `kda_step.kda_step`, whose arguments these are."""
     batch, length, _ = q.shape
     _, heads, key_size, value_size = state.shape
@@ -280,22 +276,19 @@ def step(
     processors = tools.multiprocessors(q.device)
     whole = (key_size, value_size) == (block_k, block_v) and min(key_size, value_size) >= 32
     if length == 1 and whole and heads * batch >= MANY * processors:
-        step_of_many(
-            q, k, v, g, beta, gate, tails, conv_weights, A_log, dt_bias, lower_bound, norm_weight, state, scale, eps,
-            norm_eps, out, new_tails, new_state,
-        )  # fmt: skip
+        weights = conv_weights, parameters, norm_weight
+        step_of_many(q, k, v, g, beta, gate, tails, *weights, state, norm_eps, out, new_tails, new_state)
         return out, new_tails, new_state
     inputs = (q, k, v, g, beta, gate)
     # A program with a multiprocessor to itself asks for all its state at once.
     columns = block_v if heads * batch <= processors else min(SLICE, block_v)
     step_kernel[(heads * batch,)](
-        q=q, k=k, v=v, g=g, beta=beta, gate=gate, tails=tails, conv_weights=conv_weights, A_log=A_log,
-        dt_bias=dt_bias, norm_weight=norm_weight, state=state, out=out, new_tails=new_tails, new_state=new_state,
+        q=q, k=k, v=v, g=g, beta=beta, gate=gate, tails=tails, conv_weights=conv_weights, **parameters.for_kernels(),
+        norm_weight=norm_weight, state=state, out=out, new_tails=new_tails, new_state=new_state,
         T=length, batch_strides=tuple([x.stride(0) for x in inputs]),
         token_strides=tuple([x.stride(1) for x in inputs]),
-        scale=scale, lower_bound=lower_bound or 0.0, eps=eps, norm_eps=norm_eps, H=heads, K=key_size, V=value_size,
-        BK=block_k, BV=block_v, BS=columns, W=conv_weights[0].shape[-1], BOUNDED=lower_bound is not None,
-        ONE_TOKEN=length == 1, IN_PLACE=in_place, PTX=tools.USE_PTX,
+        scale=key_size**-0.5, norm_eps=norm_eps, H=heads, K=key_size, V=value_size, BK=block_k, BV=block_v,
+        BS=columns, W=conv_weights[0].shape[-1], ONE_TOKEN=length == 1, IN_PLACE=in_place, PTX=tools.USE_PTX,
         # no more threads than channels: Triton would load a shorter vector once for every thread
         num_warps=max(1, min(block_k, block_v) // 32),
     )  # fmt: skip

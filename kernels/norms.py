@@ -59,5 +59,5 @@ class _Norm(torch.autograd.Function):
 
         grads = dispatch.run_kernels(norms_triton.backward, *ctx.saved_tensors, ctx.eps, d_out.contiguous())
         if grads is None:
-            grads = dispatch.recomputed(lambda *leaves: _composed(*leaves, ctx.eps), ctx.saved_tensors, d_out)
+            grads = dispatch.recomputed(lambda *leaves: (_composed(*leaves, ctx.eps),), ctx.saved_tensors, [d_out])
         return *grads, None, None

@@ -84,9 +84,9 @@ class _Choose(torch.autograd.Function):
         if grad is None:
 
             def weights_of(picked):
-                return _weigh(torch.sigmoid(picked), *ctx.options)
+                return (_weigh(torch.sigmoid(picked), *ctx.options),)
 
-            (picked,) = dispatch.recomputed(weights_of, [logits.gather(-1, chosen)], d_weights)
+            (picked,) = dispatch.recomputed(weights_of, [logits.gather(-1, chosen)], [d_weights])
             grad = torch.zeros_like(logits).scatter_(-1, chosen, picked)
         return grad, None, None, None, None
 

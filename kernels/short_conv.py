@@ -135,12 +135,11 @@ class _ShortConvs(torch.autograd.Function):
         grads = tuple(grad.contiguous() for grad in grads)
         found = dispatch.run_kernels(short_conv_triton.backward, inputs, weights, tails, cu_seqlens, grads)
         if found is None:
-            leaves = [x.detach().requires_grad_() for x in (*inputs, *weights)]
-            with torch.enable_grad():
-                outputs = [
-                    _composed(*each, cu_seqlens) for each in _each(leaves[: ctx.count], leaves[ctx.count :], tails)
-                ]
-                found = torch.autograd.grad(outputs, leaves, grads)
+
+            def composed(*leaves):
+                return [_composed(*each, cu_seqlens) for each in _each(*_parted(ctx.count, leaves)[:2], tails)]
+
+            found = dispatch.recomputed(composed, (*inputs, *weights), grads)
         return None, None, *found, *(None,) * len(tails or ())
 
 

@@ -69,5 +69,5 @@ class _Glu(torch.autograd.Function):
 
         grads = dispatch.run_kernels(situ_triton.backward, *ctx.saved_tensors, *ctx.betas, d_out.contiguous())
         if grads is None:
-            grads = dispatch.recomputed(lambda *leaves: _composed(*leaves, *ctx.betas), ctx.saved_tensors, d_out)
+            grads = dispatch.recomputed(lambda *leaves: (_composed(*leaves, *ctx.betas),), ctx.saved_tensors, [d_out])
         return *grads, None, None

@@ -46,8 +46,8 @@ def recurrence(key_size, value_size, lengths, lower_bound, grad, dtype=HALF):
         random(heads * key_size, dtype=torch.float32, grad=grad),
     )
     state = random(len(lengths), heads, key_size, value_size, dtype=torch.float32, grad=grad)
-    inputs = q, k, v, g, beta.to(dtype), A_log, bias
-    return kda.fused_kda(*inputs, lower_bound, state, offsets(*lengths) if len(lengths) > 1 else None)
+    inputs, parameters = (q, k, v, g, beta.to(dtype)), kda.KDAParameters(A_log, bias, lower_bound)
+    return kda.fused_kda(*inputs, parameters, state, offsets(*lengths) if len(lengths) > 1 else None)
 
 
 def step(tokens, key_size=48, value_size=80, batch=3, heads=2, width=4):
@@ -55,9 +55,10 @@ def step(tokens, key_size=48, value_size=80, batch=3, heads=2, width=4):
     v, gate = (random(batch, tokens, heads * value_size) for _ in range(2))
     tails = tuple(random(batch, width - 1, x.shape[-1]) for x in (q, k, v))
     weights = tuple(random(x.shape[-1], 1, width, dtype=torch.float32) for x in (q, k, v))
+    A_log, bias = random(heads, dtype=torch.float32), random(heads * key_size, dtype=torch.float32)
     out, tails, state = kda_step.kda_step(
-        q, k, v, g, random(batch, tokens, heads), gate, tails, weights, random(heads, dtype=torch.float32),
-        random(heads * key_size, dtype=torch.float32), -5.0, random(value_size, dtype=torch.float32),
+        q, k, v, g, random(batch, tokens, heads), gate, tails, weights, kda.KDAParameters(A_log, bias, -5.0),
+        random(value_size, dtype=torch.float32),
         random(batch, heads, key_size, value_size, dtype=torch.float32), norm_eps=1e-5, in_place=True,
     )  # fmt: skip
     return out, *tails, state

@@ -108,18 +108,18 @@ def test_kernels_that_do_not_compile_leave_the_torch_path(error, monkeypatch, ca
         monkeypatch.setattr(module, name, broken(module))
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(1, 5, 2, 16, requires_grad=True) for _ in range(4))
-    beta, A_log, dt_bias = torch.randn(1, 5, 2), torch.randn(2), torch.randn(32)
+    beta, parameters = torch.randn(1, 5, 2), kda.KDAParameters(torch.randn(2), torch.randn(32), -5.0)
     weight = torch.randn(32, 1, 4, requires_grad=True)
 
     def operations():
         y, _ = short_conv.short_conv(v.flatten(2), weight)
-        out, state = kda.fused_kda(q, k, y.view_as(v), g, beta, A_log, dt_bias, -5.0)
+        out, state = kda.fused_kda(q, k, y.view_as(v), g, beta, parameters)
         out = norms.gated_rms_norm(situ.situ_glu(out, v, 4.0, 25.0), v, torch.ones(16), 1e-5)
         grads = torch.autograd.grad(out.sum() + state.sum(), (q, k, v, g, weight))
         with torch.no_grad():
             tails = tuple(torch.ones(1, 3, 32) for _ in range(3))
             flat = (x.flatten(2) for x in (q, k, v, g))
-            step = kda_step.kda_step(*flat, beta, v.flatten(2), tails, (weight,) * 3, A_log, dt_bias, -5.0,
+            step = kda_step.kda_step(*flat, beta, v.flatten(2), tails, (weight,) * 3, parameters,
                                      torch.ones(16), state, 1e-5)  # fmt: skip
         return [out, state, *grads, step[0], step[2]]
 
@@ -147,12 +147,13 @@ def test_a_backward_kernel_alone_that_does_not_compile(monkeypatch):
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(1, 5, 2, 16, requires_grad=True) for _ in range(4))
     weight, state = torch.randn(32, 1, 4, requires_grad=True), torch.randn(1, 2, 16, 16, requires_grad=True)
-    beta, A_log, dt_bias = torch.randn(1, 5, 2, requires_grad=True), torch.randn(2, requires_grad=True), torch.randn(32)
+    beta, A_log = torch.randn(1, 5, 2, requires_grad=True), torch.randn(2, requires_grad=True)
+    parameters = kda.KDAParameters(A_log, torch.randn(32), -5.0)
     scale = torch.randn(16, requires_grad=True)
 
     def gradients():
         y, _ = short_conv.short_conv(v.flatten(2), weight)
-        out, final = kda.fused_kda(q, k, y.view_as(v), g, beta, A_log, dt_bias, -5.0, state)
+        out, final = kda.fused_kda(q, k, y.view_as(v), g, beta, parameters, state)
         out = norms.rms_norm(situ.swiglu(norms.gated_rms_norm(out, v, scale, 1e-5), v), scale, 1e-5)
         leaves = q, k, v, g, beta, A_log, weight, state, scale
         return torch.autograd.grad(out.square().sum() + final.sum(), leaves)

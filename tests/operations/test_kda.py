@@ -242,14 +242,11 @@ def test_peak_memory_grows_with_tokens_times_chunk():
 )
 def test_bounded_gate_values(logit, a_log, bias, expected):
     """Faults 12, 69: published values of the bounded gate; it is neither a clamp nor the softplus gate."""
-    arguments = (
-        torch.tensor([[logit]], dtype=torch.float64),
-        torch.tensor([a_log], dtype=torch.float64),
-        torch.tensor([bias], dtype=torch.float64),
-    )
-    bounded = kda.kda_gate(*arguments, lower_bound=-5.0).item()
+    logits = torch.tensor([[logit]], dtype=torch.float64)
+    weights = torch.tensor([a_log], dtype=torch.float64), torch.tensor([bias], dtype=torch.float64)
+    bounded = kda.kda_gate(logits, kda.KDAParameters(*weights, lower_bound=-5.0)).item()
     assert bounded == pytest.approx(expected, abs=1e-9)
-    softplus = kda.kda_gate(*arguments, lower_bound=None).item()
+    softplus = kda.kda_gate(logits, kda.KDAParameters(*weights, lower_bound=None)).item()
     assert softplus == pytest.approx(-math.exp(a_log) * math.log1p(math.exp(logit + bias)), abs=1e-12)
     assert abs(softplus - bounded) > 1e-2
 
@@ -257,7 +254,7 @@ def test_bounded_gate_values(logit, a_log, bias, expected):
 def test_gate_is_per_head_and_per_channel():
     logits = torch.zeros(1, 1, 2, 3, dtype=torch.float64)
     a_log, bias = torch.tensor([0.0, 1.0]), torch.arange(6.0)
-    gate = kda.kda_gate(logits, a_log, bias, -5.0)[0, 0]
+    gate = kda.kda_gate(logits, kda.KDAParameters(a_log, bias, -5.0))[0, 0]
     expected = -5 * torch.sigmoid(a_log.double().exp()[:, None] * bias.double().view(2, 3))
     torch.testing.assert_close(gate, expected)
 

@@ -73,6 +73,12 @@ def make_inputs(length, heads=2, key_size=32, value_size=32, gate="mixed", paral
     return inputs, {"lower_bound": lower_bound, "cu_seqlens": offsets}
 
 
+def bundled(inputs, lower_bound, **options):
+    """What the operations take: A_log, dt_bias and the bound as one."""
+    rest = {name: x for name, x in inputs.items() if name not in ("A_log", "dt_bias")}
+    return {**rest, "parameters": kda.KDAParameters(inputs["A_log"], inputs["dt_bias"], lower_bound), **options}
+
+
 def oracle(inputs, lower_bound, cu_seqlens):
     """The recurrence token by token in float64, one sequence after the other."""
     x = {name: tensor.double() for name, tensor in inputs.items()}
@@ -80,7 +86,7 @@ def oracle(inputs, lower_bound, cu_seqlens):
         kda.l2norm(x["q"]),
         kda.l2norm(x["k"]),
         x["v"],
-        kda.kda_gate(x["g"], x["A_log"], x["dt_bias"], lower_bound),
+        kda.kda_gate(x["g"], kda.KDAParameters(x["A_log"], x["dt_bias"], lower_bound)),
         torch.sigmoid(x["beta"]),
     )
     if cu_seqlens is None:
@@ -123,7 +129,7 @@ def assert_matches_oracle(inputs, options, bound, gradients=True):
     seeds = [torch.randn(x.shape).to(x) for x in (inputs["v"], inputs["initial_state"])]
     expected = exact_results(inputs, options, seeds)
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
-    out, state = kda.fused_kda(**leaves, **options)
+    out, state = kda.fused_kda(**bundled(leaves, **options))
     assert out.dtype == inputs["v"].dtype and state.dtype == torch.float32
     got = {"out": out, "state": state}
     if gradients:
@@ -202,11 +208,13 @@ def test_addresses_past_two_to_the_31():
     q, k, v, g = (torch.randn(1, length, heads, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     assert q.numel() > 2**31
     beta = torch.randn(1, length, heads, device=DEVICE, dtype=torch.bfloat16)
-    gate = torch.randn(heads, device=DEVICE), torch.randn(heads * size, device=DEVICE), -5.0
-    whole, state = kda.fused_kda(q, k, v, g, beta, *gate)
+    parameters = kda.KDAParameters(
+        torch.randn(heads, device=DEVICE), torch.randn(heads * size, device=DEVICE), -5.0
+    )  # fmt: skip
+    whole, state = kda.fused_kda(q, k, v, g, beta, parameters)
     cut = length - last
-    _, middle = kda.fused_kda(*(x[:, :cut] for x in (q, k, v, g, beta)), *gate)
-    part, final = kda.fused_kda(*(x[:, cut:] for x in (q, k, v, g, beta)), *gate, initial_state=middle)
+    _, middle = kda.fused_kda(*(x[:, :cut] for x in (q, k, v, g, beta)), parameters)
+    part, final = kda.fused_kda(*(x[:, cut:] for x in (q, k, v, g, beta)), parameters, initial_state=middle)
     assert torch.equal(part, whole[:, cut:]) and torch.equal(final, state)
 
 
@@ -221,7 +229,7 @@ def test_no_bit_of_an_earlier_result_depends_on_a_later_token():
                 for name in ("q", "k", "v", "g", "beta"):
                     leaves[name][:, 41:] += 3.0
             tokens = [leaves[name].requires_grad_() for name in ("q", "k", "v", "g", "beta")]
-            out, _ = kda.fused_kda(**leaves, **options)
+            out, _ = kda.fused_kda(**bundled(leaves, **options))
             results.append([out[:, :41], *(x[:, :41] for x in torch.autograd.grad(out[:, :41].square().sum(), tokens))])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -245,7 +253,7 @@ def test_unwritten_memory_is_never_read_and_two_runs_are_equal(monkeypatch):
             monkeypatch.setattr(torch, "empty", poisoned(plain_empty))
             monkeypatch.setattr(torch, "empty_like", poisoned(plain_empty_like))
         leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-        out, state = kda.fused_kda(**leaves, **options)
+        out, state = kda.fused_kda(**bundled(leaves, **options))
         grads = torch.autograd.grad([out.sum() + state.square().sum()], list(leaves.values()))
         results.append([out, state, *grads])
     assert all(x.isfinite().all() for x in results[1])
@@ -257,8 +265,9 @@ def test_a_sequence_cut_into_segments_gives_the_same(segments):
     from kimi_k3.kernels import kda_chunk_triton
 
     inputs, options = make_inputs(140, batch=2, key_size=16, value_size=48)
-    arguments = (*(inputs[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")), options["lower_bound"], 0.25,
-                 1e-6, inputs["initial_state"], None)  # fmt: skip
+    x = bundled(inputs, **options)
+    tokens = kda.KDAInputs(*(x[name] for name in kda.KDAInputs._fields))
+    arguments = tokens, x["parameters"], x["initial_state"], None
     whole = kda_chunk_triton.forward(*arguments, segments=1)
     parts = kda_chunk_triton.forward(*arguments, segments=segments)
     assert rms_ratio(parts[0], whole[0].double()) < 1e-5
@@ -271,17 +280,16 @@ def test_checkpoints_are_the_states_after_every_multiple(lengths):
 
     length = 100 if lengths is None else sum(lengths)
     inputs, options = make_inputs(length, lengths=lengths)
-    arguments = [inputs[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")]
-    rest = (options["lower_bound"], 32**-0.5, 1e-6)
+    x = bundled(inputs, **options)
+    tokens = kda.KDAInputs(*(x[name] for name in kda.KDAInputs._fields))
     _, _, checkpoints = kda_chunk_triton.forward(
-        *arguments, *rest, inputs["initial_state"], options["cu_seqlens"], checkpoint_every=32
+        tokens, x["parameters"], x["initial_state"], options["cu_seqlens"], checkpoint_every=32
     )
     expected = []
     starts = [0, *itertools.accumulate(lengths or [length])]
     for n, (start, end) in enumerate(itertools.pairwise(starts)):
         for stop in range(start + 32, end + 1, 32):
-            part = [x[:, start:stop] for x in arguments[:5]]
-            expected.append(oracle({**inputs, **dict(zip(("q", "k", "v", "g", "beta"), part, strict=True)),
+            expected.append(oracle({**inputs, **tokens.part(start, stop)._asdict(),
                                     "initial_state": inputs["initial_state"][n : n + 1]},
                                    options["lower_bound"], None)[1])  # fmt: skip
     assert checkpoints.shape[0] == len(expected)
@@ -295,10 +303,10 @@ def test_checkpoints_are_the_states_after_every_multiple(lengths):
 def test_states_at_boundaries_of_one_scan(monkeypatch, boundaries, launches):
     """Evenly spaced ones come from one launch, whatever lies between others is scanned once."""
     length, seen, plain = sum(launches) + (6 if 30 in boundaries else 0), [], kda._forward_kernels
-    monkeypatch.setattr(kda, "_forward_kernels", lambda q, *a, **kw: seen.append(q.shape[1]) or plain(q, *a, **kw))
+    monkeypatch.setattr(kda, "_forward_kernels", lambda x, *rest: seen.append(x.q.shape[1]) or plain(x, *rest))
     inputs, options = make_inputs(length, batch=2, seed=1)
     del options["cu_seqlens"]
-    out, final, states = kda.fused_kda_states(**inputs, **options, boundaries=boundaries)
+    out, final, states = kda.fused_kda_states(**bundled(inputs, **options), boundaries=boundaries)
     expected = oracle(inputs, options["lower_bound"], None)
     assert rms_ratio(out, expected[0]) < 1e-5 and rms_ratio(final, expected[1]) < 1e-5
     for boundary, state in zip(boundaries, states, strict=True):
@@ -312,11 +320,11 @@ def test_views_of_one_wide_projection_and_a_bfloat16_state():
     inputs, options = make_inputs(40, heads=2, key_size=16, value_size=16)
     wide = torch.cat([inputs[name].flatten(2) for name in ("q", "k", "v", "g")], dim=-1)
     views = {n: x.unflatten(-1, (2, 16)) for n, x in zip(("q", "k", "v", "g"), wide.chunk(4, dim=-1), strict=True)}
-    expected = kda.fused_kda(**inputs, **options)
-    got = kda.fused_kda(**{**inputs, **views}, **options)
+    expected = kda.fused_kda(**bundled(inputs, **options))
+    got = kda.fused_kda(**bundled({**inputs, **views}, **options))
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
     state = inputs["initial_state"].bfloat16()
-    _, final = kda.fused_kda(**{**inputs, "initial_state": state}, **options)
+    _, final = kda.fused_kda(**bundled({**inputs, "initial_state": state}, **options))
     assert final.dtype == torch.bfloat16
     assert rms_ratio(final, oracle({**inputs, "initial_state": state}, **options)[1]) < 5e-3
 
@@ -408,10 +416,10 @@ def test_fused_step(tokens, lower_bound, dtype, bound, monkeypatch):
     inputs = step_inputs(tokens, dtype)
     state_before = inputs["state"].clone()
     options = {"lower_bound": lower_bound, "norm_eps": 1e-5}
-    out, tails, state = kda_step.kda_step(**inputs, **options)
+    out, tails, state = kda_step.kda_step(**bundled(inputs, **options))
     assert torch.equal(inputs["state"], state_before)
     monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): "the oracle")
-    expected = kda_step.kda_step(**{name: double(x) for name, x in inputs.items()}, **options)
+    expected = kda_step.kda_step(**bundled({name: double(x) for name, x in inputs.items()}, **options))
     assert out.dtype == dtype and rms_ratio(out, expected[0]) < bound
     assert all(torch.equal(a.double(), b) for a, b in zip(tails, expected[1], strict=True))
     assert rms_ratio(state, expected[2]) < bound
@@ -431,17 +439,17 @@ def test_fused_step_of_many(lower_bound, heads, key_size, value_size, state_dtyp
     monkeypatch.setattr(kda_step_triton, "step_of_many", lambda *args: taken.append(real(*args)))
     monkeypatch.setattr(kda_step_triton, "MANY", 0)
     before = double(tuple(inputs.values()))
-    results = kda_step.kda_step(**inputs, **options)
+    results = kda_step.kda_step(**bundled(inputs, **options))
     assert len(taken) == 1
     assert all(torch.equal(a.double(), b) for a, b in zip(inputs["tails"], before[6], strict=True))
     assert torch.equal(inputs["state"].double(), before[-1])
     copies = {**inputs, "tails": tuple(x.clone() for x in inputs["tails"]), "state": inputs["state"].clone()}
-    in_place = kda_step.kda_step(**copies, **options, in_place=True)
+    in_place = kda_step.kda_step(**bundled(copies, **options), in_place=True)
     assert in_place[2] is copies["state"] and len(taken) == 2
     for a, b in zip((results[0], *results[1], results[2]), (in_place[0], *in_place[1], in_place[2]), strict=True):
         assert torch.equal(a, b)
     monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): "the oracle")
-    expected = kda_step.kda_step(**{name: double(x) for name, x in inputs.items()}, **options)
+    expected = kda_step.kda_step(**bundled({name: double(x) for name, x in inputs.items()}, **options))
     assert results[0].dtype == dtype and rms_ratio(results[0], expected[0]) < bound
     assert all(torch.equal(a.double(), b) for a, b in zip(results[1], expected[1], strict=True))
     assert rms_ratio(results[2], expected[2]) < (bound if state_dtype == torch.float32 else 5e-3)
@@ -451,12 +459,12 @@ def test_fused_step_in_place_and_token_by_token():
     """Several tokens at once (a draft) are the same as one after the other, in place, bit for bit."""
     inputs = step_inputs(5, torch.float32)
     options = {"lower_bound": -5.0, "norm_eps": 1e-5}
-    out, tails, state = kda_step.kda_step(**inputs, **options)
+    out, tails, state = kda_step.kda_step(**bundled(inputs, **options))
     addresses = [x.data_ptr() for x in (*inputs["tails"], inputs["state"])]
     outputs = []
     for t in range(5):
         part = {n: inputs[n][:, t : t + 1] for n in ("q", "k", "v", "g", "beta", "gate")}
-        one, *held = kda_step.kda_step(**{**inputs, **part}, **options, in_place=True)
+        one, *held = kda_step.kda_step(**bundled({**inputs, **part}, **options), in_place=True)
         outputs.append(one)
         assert [x.data_ptr() for x in (*held[0], held[1])] == addresses
     assert torch.equal(torch.cat(outputs, dim=1), out)
@@ -467,8 +475,8 @@ def test_fused_step_in_place_and_token_by_token():
 def test_fused_step_with_a_bfloat16_state():
     inputs = step_inputs(3, torch.float32, state_dtype=torch.bfloat16)
     options = {"lower_bound": -5.0, "norm_eps": 1e-5}
-    _, _, state = kda_step.kda_step(**inputs, **options)
-    _, _, expected = kda_step.kda_step(**{**inputs, "state": inputs["state"].float()}, **options)
+    _, _, state = kda_step.kda_step(**bundled(inputs, **options))
+    _, _, expected = kda_step.kda_step(**bundled({**inputs, "state": inputs["state"].float()}, **options))
     assert state.dtype == torch.bfloat16 and rms_ratio(state, expected.double()) < 5e-3
 
 
@@ -503,7 +511,7 @@ def test_a_part_gives_its_transition_and_takes_entry_and_end(path, lengths, monk
     d_out, d_final, d_given = (torch.randn(x.shape).to(DEVICE) for x in (inputs["v"], entry, entry))
     there = Elsewhere(lengths or [length] * rows, last, entry, d_final)
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    out, final = kda_context.part_kda(**leaves, **options, exchange=there)
+    out, final = kda_context.part_kda(**bundled(leaves, **options), exchange=there)
     grads = torch.autograd.grad([out, final], list(leaves.values()), [d_out, d_given])
 
     exact = {name: x.double().requires_grad_() for name, x in (inputs | {"initial_state": entry}).items()}
@@ -519,4 +527,4 @@ def test_a_part_gives_its_transition_and_takes_entry_and_end(path, lengths, monk
     for name, got, want in zip(leaves, grads, wanted, strict=False):
         assert rms_ratio(got, want) < 2e-5, name
     with torch.no_grad():
-        assert torch.equal(kda_context.part_kda(**inputs, **options, exchange=there)[0], out)
+        assert torch.equal(kda_context.part_kda(**bundled(inputs, **options), exchange=there)[0], out)
