@@ -161,7 +161,7 @@ class KimiK3DeltaAttention(nn.Module):
         logits = self.f_b_proj(self.f_a_proj(x)), self.b_proj(x)
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         conv_weights = self.q_conv1d(), self.k_conv1d(), self.v_conv1d()
-        weights = conv_weights, self.A_log, self.dt_bias, self.lower_bound
+        parameters = kda.KDAParameters(self.A_log, self.dt_bias, self.lower_bound)
         boundaries = cache_layer.boundaries(length) if cache_layer is not None and packing is None else []
         passed = {}
         with kda.full_precision(x.device):
@@ -172,7 +172,8 @@ class KimiK3DeltaAttention(nn.Module):
                     *logits,
                     gate,
                     before.tails,
-                    *weights,
+                    conv_weights,
+                    parameters,
                     self.o_norm.weight,
                     before.recurrent,
                     self.o_norm.eps,
@@ -183,7 +184,7 @@ class KimiK3DeltaAttention(nn.Module):
                 convolved, tails = convolve(projected, conv_weights, before.tails, cu_seqlens, cache_layer is not None)
                 heads = (*x.shape[:2], self.num_heads, self.head_dim)
                 q, k, v, decay = (u.view(heads) for u in (*convolved, logits[0]))
-                arguments = q, k, v, decay, logits[1], *weights[1:]
+                arguments = q, k, v, decay, logits[1], parameters
                 if boundaries:
                     out, recurrent, states = kda.fused_kda_states(*arguments, before.recurrent, boundaries)
                     for tokens, state in zip(boundaries, states, strict=True):
@@ -196,7 +197,7 @@ class KimiK3DeltaAttention(nn.Module):
             order = None if packing is None else packing.order
 
             def inputs():
-                return ProjectedInputs.of_forward(projected, logits, weights, order, batch, length)
+                return ProjectedInputs.of_forward(projected, logits, conv_weights, parameters, order, batch, length)
 
             cache_layer.store(KDAForward(KDAState(tails, recurrent), length, inputs, passed, real))
         if packing is not None:

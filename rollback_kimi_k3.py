@@ -38,14 +38,15 @@ class ProjectedInputs:
 
     Attributes:
         tokens: q, k, v before the convolution and the logits of decay and beta, each [n, P].
-        weights: of the convolutions and the gate, as `kda_step.advance` takes them.
+        conv_weights, parameters: as `kda_step.advance` takes them.
         rows, columns: [n] batch row and column (counted from the start of the forward) of every token.
         length: columns of the forward.
         plain: whether every column of every row is a token.
     """
 
     tokens: tuple[torch.Tensor, ...]
-    weights: tuple
+    conv_weights: tuple[torch.Tensor, ...]
+    parameters: kda.KDAParameters
     rows: torch.Tensor
     columns: torch.Tensor
     length: int
@@ -56,7 +57,8 @@ class ProjectedInputs:
         cls,
         projected: tuple[torch.Tensor, ...],
         logits: tuple[torch.Tensor, ...],
-        weights: tuple,
+        conv_weights: tuple[torch.Tensor, ...],
+        parameters: kda.KDAParameters,
         order: torch.Tensor | None,
         batch: int,
         length: int,
@@ -65,14 +67,14 @@ class ProjectedInputs:
         Args:
             projected, logits: q, k, v before the convolution, and of decay and beta; [B, T, P], or [1, n, P] of the
                 real tokens.
-            weights: as `kda_step.advance` takes them.
+            conv_weights, parameters: as `kda_step.advance` takes them.
             order: [n] flat indices of the real tokens in [B, T], None when all are.
         """
         flat = torch.arange(batch * length, device=projected[0].device) if order is None else order
-        convolutions, A_log, dt_bias, lower_bound = weights
         return cls(
             tuple(x.detach().flatten(0, 1) for x in (*projected, *logits)),
-            (tuple(x.detach() for x in convolutions), A_log.detach(), dt_bias.detach(), lower_bound),
+            tuple(x.detach() for x in conv_weights),
+            parameters.with_tensors(*(x.detach() for x in parameters.tensors)),
             flat // length,
             flat % length,
             length,
@@ -104,7 +106,7 @@ class ProjectedInputs:
 
     def advance(self, columns: int, state: KDAState, batch: int) -> KDAState:
         """The state after the tokens in the first `columns` columns; computed where the weights lie."""
-        home, device = self.rows.device, self.weights[1].device
+        home, device = self.rows.device, self.parameters.A_log.device
         part = self.select(self.columns < columns).to(device)
         if self.plain:  # as a batch, in which a few tokens need no chunks
             tokens, cu_seqlens = tuple(x.unflatten(0, (batch, -1)) for x in part.tokens), None
@@ -113,7 +115,9 @@ class ProjectedInputs:
             cu_seqlens = torch.nn.functional.pad(torch.bincount(part.rows, minlength=batch).cumsum(0), (1, 0))
         with kda.full_precision(device):
             before = state.map(lambda x: x.to(device))
-            after = kda_step.advance(tokens[:3], tokens[3:], *self.weights, *before, cu_seqlens)
+            q, k, v, decay, beta = tokens
+            weights = self.conv_weights, self.parameters
+            after = kda_step.advance((q, k, v), (decay, beta), *weights, *before, cu_seqlens)
         return KDAState(*after).map(lambda x: x.to(home))
 
 
