@@ -5,14 +5,17 @@ fingerprint, the prompt's hash, seed and versions. Nothing in it depends on time
 a continued file is byte for byte the uninterrupted one.
 """
 
+import collections
 import contextlib
-import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import platform
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -20,7 +23,7 @@ from tqdm import tqdm
 
 from .. import __version__
 from .haystack import Haystack
-from .sizing import EvalError, Tokens
+from .sizing import EvalError, Prompt, Tokens
 from .suite import TASKS, Unit
 
 RESULTS = "results.jsonl"
@@ -30,7 +33,7 @@ _AMPLE = (4, 1024)  # a length of 4 times what one text needs and 1,024 more is 
 _UNIT = ("task", "length", "at_depth", "sample")  # the fields of a line that name its text
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Plan:
     """What is asked, in the order in which it is asked.
 
@@ -185,10 +188,6 @@ def versions() -> str:
     )
 
 
-def _key(unit: Unit) -> tuple:
-    return unit.task, unit.length, unit.depth, unit.sample
-
-
 def identity_of(reader, tokens: Tokens, haystack: Haystack, seed: int) -> dict:
     """What must be the same in all results of a folder."""
     vocabulary = json.dumps(sorted(tokens.tokenizer.get_vocab().items())).encode()
@@ -208,68 +207,52 @@ def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Pat
     """
     identity = identity_of(reader, tokens, haystack, plan.seed)
     results = Results(folder / RESULTS, identity, (*_UNIT, "question"))
-    units, at = plan.units(), 0
-    prompts = _PromptsAhead(units, plan.seed, haystack, tokens, results)
+    units = plan.units()
     bar = tqdm(total=sum(unit.length for unit in units), desc="eval", unit="tok", unit_scale=True, mininterval=1.0)
-    with bar, contextlib.closing(prompts):
-        while at < len(units):
-            bar.set_description(f"{units[at].task} {units[at].length}")
-            batch, at = _next_batch(units, at, reader, prompts, results)
-            if batch:
-                answers = reader.answers(TASKS[batch[0][0].task], [[p for _, p in asked] for _, asked in batch])
-                for (unit, asked), texts in zip(batch, answers, strict=True):
-                    results.append([_line(unit, *pair, text) for pair, text in zip(asked, texts, strict=True)])
-            bar.update(sum(unit.length for unit in units[:at]) - bar.n)
-    places = {_key(unit): place for place, unit in enumerate(units)}
+    with bar, contextlib.ExitStack() as stack:
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
+        stack.callback(pool.shutdown, cancel_futures=True)
+        texts = _texts_ahead(units, plan.seed, haystack, tokens, results, pool, bar)
+        # a unit that was cut off by a kill has fewer questions left, and is asked by itself
+        for (task, length, count), alike in itertools.groupby(texts, lambda text: text.kind):
+            bar.set_description(f"{task} {length}")
+            while batch := list(itertools.islice(alike, reader.units_at_once(length, count))):
+                prompts = [[text.prompts.result()[number] for number in text.missing] for text in batch]
+                answers = reader.answers(TASKS[task], prompts)
+                for text, *asked in zip(batch, prompts, answers, strict=True):
+                    results.append([_line(text.unit, *each) for each in zip(text.missing, *asked, strict=True)])
+                    bar.update(length)
+    places = {astuple(unit): place for place, unit in enumerate(units)}
     lines = [line for line in results.lines if results.key(line)[:-1] in places]
     return sorted(lines, key=lambda line: (places[results.key(line)[:-1]], line["question"]))
 
 
-class _PromptsAhead:
-    """The prompts of each unit, made by threads while the model reads earlier ones: one of 1M tokens takes seconds."""
+class _Text(NamedTuple):
+    """A unit that is not finished: the numbers of the questions that are missing, and its prompts."""
 
-    def __init__(self, units, seed, haystack, tokens, results):
-        self._units, self._arguments, self._results = units, (seed, haystack, tokens), results
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
-        self._futures: dict[int, Future] = {}
+    unit: Unit
+    missing: list[int]
+    prompts: Future[list[Prompt]]
 
-    def finished(self, place: int) -> bool:
-        """Whether all questions of a unit have been answered; asked without making its text."""
-        unit = self._units[place]
-        count = unit.questions(*self._arguments[:2])
-        return all((*_key(unit), question) in self._results.done for question in range(count))
-
-    def of(self, place: int) -> list:
-        self._futures = {i: future for i, future in self._futures.items() if i >= place}
-        for i in range(place, min(place + _THREADS, len(self._units))):
-            if i not in self._futures and (i == place or not self.finished(i)):
-                self._futures[i] = self._pool.submit(self._units[i].prompts, *self._arguments)
-        return self._futures[place].result()
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+    @property
+    def kind(self) -> tuple:
+        """What texts that are asked together have in common."""
+        return self.unit.task, self.unit.length, len(self.missing)
 
 
-def _next_batch(units, at, reader, made, results):
-    """([(unit, [(question number, prompt)] that are missing)], place of the next unit): alike, and few enough."""
-    batch, most = [], None
-    for place in range(at, len(units)):
-        unit = units[place]
-        if batch and (unit.task, unit.length) != (batch[0][0].task, batch[0][0].length):
-            break
-        if made.finished(place):
-            at += 1
+def _texts_ahead(units, seed, haystack, tokens, results, pool, bar):
+    """The unfinished units. Threads make their prompts while the model reads earlier ones: 1M tokens take seconds."""
+    texts = collections.deque()
+    for unit in units:
+        numbers = range(unit.questions(seed, haystack))
+        missing = [number for number in numbers if (*astuple(unit), number) not in results.done]
+        if not missing:
+            bar.update(unit.length)
             continue
-        prompts = made.of(place)
-        missing = [question for question in range(len(prompts)) if (*_key(unit), question) not in results.done]
-        if batch and missing and len(missing) != len(batch[0][1]):
-            break  # a unit that was cut off by a kill is asked by itself
-        at += 1
-        batch.append((unit, [(question, prompts[question]) for question in missing]))
-        most = most or reader.units_at_once(unit.length, len(missing))
-        if len(batch) == most:
-            break
-    return batch, at
+        texts.append(_Text(unit, missing, pool.submit(unit.prompts, seed, haystack, tokens)))
+        if len(texts) == _THREADS:
+            yield texts.popleft()
+    yield from texts
 
 
 def _line(unit, number, prompt, text):
