@@ -18,7 +18,7 @@ from .. import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 from ..cache_layers_kimi_k3 import LatentCacheLayer
 from ..graph_kimi_k3 import CapturedForward, can_capture
 from .memory import PeakMemory
-from .report import BLUE, ORANGE, panels_of, pyplot_for_files
+from .report import BLUE, ORANGE, length_axis, panels_of
 from .run import Results, short_length, versions
 
 HYBRID, FULL = "hybrid", "full attention"
@@ -151,13 +151,12 @@ def _now(device):
 
 def draw(lines: list[dict], picture: Path) -> None:
     """Three panels over the length: time to first token, time a decoded token, bytes of the cache; both models."""
-    pyplot = pyplot_for_files()
     quantities = (
         ("first_token_s", 1, "time to first token, s", "log"),
         ("decode_ms", 1, "decoding, ms a token", "linear"),
         ("cache_bytes", 1e-6, "cache, MB", "log"),
     )
-    figure, panels = panels_of(pyplot, len(quantities), 3.2)
+    figure, panels = panels_of(len(quantities), 3.2)
     lengths = sorted({line["length"] for line in lines})
     for axes, (name, scale, label, kind) in zip(panels, quantities, strict=True):
         for attention, color, marker in ((HYBRID, BLUE, "o"), (FULL, ORANGE, "s")):
@@ -167,20 +166,16 @@ def draw(lines: list[dict], picture: Path) -> None:
         last = {line["attention"]: line[name] for line in lines if line["length"] == lengths[-1]}
         ratio = last[FULL] / last[HYBRID]
         axes.set_title(f"{label}\nfull / hybrid at {short_length(lengths[-1])}: {ratio:.2f}", fontsize=9)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [short_length(length) for length in lengths])
         if kind == "log":
             axes.set_yscale("log", base=2)
             axes.yaxis.set_major_formatter("{x:g}")
         else:
             axes.set_ylim(bottom=0)
-        axes.minorticks_off()
-        axes.grid(alpha=0.25)
+        length_axis(axes, lengths)
         axes.legend(fontsize=8)
     first = lines[0]
     figure.supxlabel(f"tokens of context, {first['rows']} at once; {first['machine']}, {first['dtype']}", fontsize=9)
     figure.savefig(picture, dpi=110)
-    pyplot.close(figure)
 
 
 def table(lines: list[dict]) -> str:

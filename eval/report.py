@@ -25,60 +25,54 @@ class Mark:
         return f"{self.what} {short_length(self.length)}"
 
 
-def pyplot_for_files():
-    import matplotlib
+def panels_of(count: int, height: float):
+    """A figure that no window shows and its first `count` axes, `COLUMNS` in a row."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def panels_of(pyplot, count, height):
-    """A figure and its first `count` axes, `COLUMNS` in a row."""
     columns = min(COLUMNS, count)
     rows = -(-count // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(3.6 * columns + 0.6, height * rows), squeeze=False)
-    figure.set_layout_engine("constrained")
+    figure = Figure(figsize=(3.6 * columns + 0.6, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for unused in axes.flat[count:]:
         unused.remove()
     return figure, list(axes.flat[:count])
 
 
+def length_axis(axes, lengths: list[int]) -> None:
+    """Lengths from left to right, doubling in equal steps, and a grid."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [short_length(length) for length in lengths])
+    axes.minorticks_off()
+    axes.grid(alpha=0.25)
+
+
 def draw_by_length(cells: list[dict], mark: Mark | None, picture: Path) -> None:
     """One panel a task: the score over the length with its 95 % interval, chance where it shows, the marked length."""
-    pyplot = pyplot_for_files()
     tasks = by_cell(cells, "task")
-    figure, panels = panels_of(pyplot, len(tasks), 2.5)
+    figure, panels = panels_of(len(tasks), 2.5)
     lengths = sorted({cell["length"] for cell in cells})
     for axes, ((task,), points) in zip(panels, tasks.items(), strict=True):
         at = [point["length"] for point in points]
         scores = [100 * point["score"] for point in points]
-        errors = [
-            [max(score - 100 * point["low"], 0) for score, point in zip(scores, points, strict=True)],
-            [max(100 * point["high"] - score, 0) for score, point in zip(scores, points, strict=True)],
-        ]
-        axes.errorbar(at, scores, errors, color=BLUE, marker="o", markersize=5, capsize=3, linewidth=1.8)
+        below = [100 * (point["score"] - point["low"]) for point in points]
+        above = [100 * (point["high"] - point["score"]) for point in points]
+        axes.errorbar(at, scores, [below, above], color=BLUE, marker="o", markersize=5, capsize=3, linewidth=1.8)
         if points[0]["chance"] > 0.005:
             axes.axhline(100 * points[0]["chance"], color=GREY, linestyle=":", label="chance")
         if mark:
             label = str(mark) if axes is panels[0] else None  # in one legend
             axes.axvline(mark.length, color=ORANGE, linestyle="--", linewidth=1.2, label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [short_length(length) for length in lengths])
+        length_axis(axes, lengths)
         ends = [*lengths, mark.length] if mark else lengths
         axes.set_xlim(min(ends) / 1.3, max(ends) * 1.3)
-        axes.minorticks_off()
         axes.set_ylim(-4, 104)
         axes.set_yticks([0, 25, 50, 75, 100])
         axes.set_title(f"{task}\n{TASKS[task].about}", fontsize=9)
-        axes.grid(alpha=0.25)
         if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=7, loc="lower right")
     figure.supxlabel("tokens of the prompt", fontsize=10)
     figure.supylabel("score, %", fontsize=10)
     figure.savefig(picture, dpi=110)
-    pyplot.close(figure)
 
 
 def draw_by_depth(lines: list[dict], mark: Mark | None, picture: Path) -> bool:
@@ -86,8 +80,7 @@ def draw_by_depth(lines: list[dict], mark: Mark | None, picture: Path) -> bool:
     tasks = by_cell([line for line in lines if line["depth"] is not None], "task")
     if not tasks:
         return False
-    pyplot = pyplot_for_files()
-    figure, panels = panels_of(pyplot, len(tasks), 2.7)
+    figure, panels = panels_of(len(tasks), 2.7)
     image, note = None, ""
     for axes, ((task,), answers) in zip(panels, tasks.items(), strict=True):
         lengths = sorted({line["length"] for line in answers})
@@ -102,7 +95,6 @@ def draw_by_depth(lines: list[dict], mark: Mark | None, picture: Path) -> bool:
     figure.supylabel("depth of the fact, % of the text", fontsize=10)
     figure.colorbar(image, ax=panels, label="score, % (white: not asked)", shrink=0.8, aspect=30)
     figure.savefig(picture, dpi=110)
-    pyplot.close(figure)
     return True
 
 
