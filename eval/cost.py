@@ -89,11 +89,9 @@ def _both(models, plan, length):
     """
     lines, running, forwards = {}, {}, dict(models)
     for kind, model in models.items():
-        cache = HybridCache(model.config)
-        token, measured = _prefill(model, cache, plan, length)
+        token, cache, measured = _prefill(model, plan, length)
         if model.device.type != "cpu" and measured["first_token_s"] < COMPILING:
-            cache = HybridCache(model.config)
-            token, measured = _prefill(model, cache, plan, length)
+            token, cache, measured = _prefill(model, plan, length)
         lines[kind] = {"length": length, "attention": kind, "cache_bytes": cache.nbytes, **measured}
         if can_capture(model):
             cache, forwards[kind] = _static(model, cache, length + plan.steps), CapturedForward(model)
@@ -127,9 +125,9 @@ def _static(model, cache, places):
     return static
 
 
-def _prefill(model, cache, plan, length):
-    """(next tokens [rows, 1], {seconds and, on a GPU, bytes as `PeakMemory.line` names them})."""
-    device = model.device
+def _prefill(model, plan, length):
+    """(next tokens [rows, 1], cache, {seconds and, on a GPU, bytes as `PeakMemory.line` names them})."""
+    device, cache = model.device, HybridCache(model.config)
     cache.reserve(length + plan.steps)
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(model.config.vocab_size, (plan.rows, length), generator=generator).to(device)
@@ -140,7 +138,7 @@ def _prefill(model, cache, plan, length):
         with memory.forward():
             token = _forward(model, part, cache)
     first = _now(device) - started
-    return token, {"first_token_s": round(first, 4), **memory.line(cache.nbytes)}
+    return token, cache, {"first_token_s": round(first, 4), **memory.line(cache.nbytes)}
 
 
 def _now(device):
