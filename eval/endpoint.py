@@ -30,7 +30,7 @@ class EndpointReader:
         if not url.startswith(("http://", "https://")):
             raise EvalError(f"the endpoint {url} is no address: write http://localhost:8000/v1")
         self.url, self.model, self.tokens, self.timeout = url.rstrip("/") + "/completions", model, tokens, timeout
-        counted, own = _counted(self._ask(PROBE, 1)), tokens.count(PROBE)
+        (_, counted), own = self._ask(PROBE, 1), tokens.count(PROBE)
         if counted not in (None, own):
             raise EvalError(
                 f"the endpoint counts {counted} tokens in {PROBE!r} and the tokenizer of MODEL {own}: "
@@ -48,17 +48,16 @@ class EndpointReader:
         return [[self._answer(prompt, task) for prompt in prompts] for prompts in units]
 
     def _answer(self, prompt, task):
-        reply = self._ask(prompt.text, answer_room(prompt, task, self.tokens))
-        counted = _counted(reply)
+        text, counted = self._ask(prompt.text, answer_room(prompt, task, self.tokens))
         if counted not in (None, len(prompt.ids)):
             raise EvalError(
                 f"the endpoint {self.url} read {counted} tokens of a prompt of {len(prompt.ids)}: "
                 "it cuts long prompts, or its tokenizer is not that of MODEL"
             )
-        return reply["choices"][0]["text"]
+        return text
 
     def _ask(self, text, most):
-        """The server's reply as a dict.
+        """The server's text, and how many tokens it says it read; None if it does not say.
 
         Raises:
             EvalError: for an error, silence longer than the timeout, or a reply of another form.
@@ -73,8 +72,6 @@ class EndpointReader:
         except urllib.error.HTTPError as error:
             message = " ".join(error.read(1000).decode(errors="replace").split())  # on one line
             raise EvalError(f"the endpoint {self.url} answered {error.code} {error.reason}: {message[:300]}") from error
-        except TimeoutError as error:
-            raise EvalError(f"the endpoint {self.url} gave no answer within {self.timeout} seconds") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
@@ -83,12 +80,13 @@ class EndpointReader:
         except ValueError as error:
             raise EvalError(f"the endpoint {self.url} did not answer in JSON") from error
         try:
-            named = isinstance(answer["choices"][0]["text"], str)
+            text = answer["choices"][0]["text"]
         except (LookupError, TypeError):
-            named = False
-        if not named:
+            text = None
+        if not isinstance(text, str):
             raise EvalError(f"the endpoint {self.url} answered without choices[0].text: {json.dumps(answer)[:200]}")
-        return answer
+        usage = answer.get("usage")
+        return text, usage.get("prompt_tokens") if isinstance(usage, dict) else None
 
     def _body(self, reply):
         """All bytes of a reply, within the timeout: that of a socket alone would start again with each byte."""
@@ -98,9 +96,3 @@ class EndpointReader:
             if time.monotonic() > end:
                 raise TimeoutError
         return b"".join(parts)
-
-
-def _counted(reply):
-    """The tokens that a server says it read; None if it does not say."""
-    usage = reply.get("usage")
-    return usage.get("prompt_tokens") if isinstance(usage, dict) else None
