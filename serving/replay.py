@@ -1,32 +1,20 @@
 """Plays a trace against the real prefix cache, with a small model."""
 
+import contextlib
+import itertools
 import random
 import statistics
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
-from transformers.generation import BaseStreamer
 
+from ..cli.generate import TimedStreamer
 from ..costs.report import scaled, table
 from ..costs.trace import Session
 from .prefix_cache import PrefixCache
-
-
-class FirstToken(BaseStreamer):
-    """Notes the time of the first new token."""
-
-    def __init__(self):
-        self.calls, self.time = 0, None
-
-    def put(self, value):
-        self.calls += 1
-        if self.calls == 2:  # the prompt comes first
-            self.time = time.perf_counter()
-
-    def end(self):
-        pass
 
 
 @dataclass
@@ -55,47 +43,42 @@ def replay(cache: PrefixCache, sessions: list[Session], concurrency: int, turns:
         draw = random.Random(f"{seed} {name}")
         return [draw.randrange(low, vocabulary) for _ in range(count)]
 
-    queue = iter(sessions)
-    playing: list[dict] = []
-    waits, answered, started = [], 0, time.perf_counter()
-    before = cache.stats()
-    with tqdm(total=turns, desc=f"{concurrency} sessions", unit="turn", leave=False) as bar:
-        done = 0
-        while done < turns:
-            while len(playing) < concurrency and (session := next(queue, None)) is not None:
-                playing.append({"session": session, "ids": text("shared", session.shared), "turn": 0})
-            if not playing:
-                break
-            user = playing.pop(0)
-            session, at = user["session"], user["turn"]
-            new, output, _ = session.turns[at]
-            new -= session.shared if at == 0 else 0
-            ids = [*user["ids"], *text(f"{session.session} {at}", new)]
-            first, asked = FirstToken(), time.perf_counter()
-            answer, _ = cache.generate(
-                torch.tensor([ids], device=model.device),
-                max_new_tokens=output,
-                min_new_tokens=output,
-                do_sample=False,
-                streamer=first,
-            )
-            waits.append(first.time - asked)
-            answered += output
-            done += 1
-            bar.update()
-            user["ids"], user["turn"] = answer[0].tolist(), at + 1
-            if user["turn"] < len(session.turns):
-                playing.append(user)
+    def play(session):
+        """Yields (input ids, output tokens) of each turn, and is sent the text behind it."""
+        ids = text("shared", session.shared)
+        for at, (new, output, _) in enumerate(session.turns):
+            added = text(f"{session.session} {at}", new if at else new - session.shared)
+            ids = yield [*ids, *added], output
+
+    queue, playing = map(play, sessions), deque()
+    waits, answered, started, before = [], 0, time.perf_counter(), cache.stats()
+    for _ in tqdm(range(turns), desc=f"{concurrency} sessions", unit="turn", leave=False):
+        playing += [(user, next(user)) for user in itertools.islice(queue, concurrency - len(playing))]
+        if not playing:
+            break
+        user, (ids, output) = playing.popleft()
+        streamer, asked = TimedStreamer(), time.perf_counter()
+        answer, _ = cache.generate(
+            torch.tensor([ids], device=model.device),
+            max_new_tokens=output,
+            min_new_tokens=output,
+            do_sample=False,
+            streamer=streamer,
+        )
+        waits.append(streamer.times[1] - asked)  # the prompt is the first that it is given
+        answered += output
+        with contextlib.suppress(StopIteration):
+            playing.append((user, user.send(answer[0].tolist())))
     cache.flush()
     seconds, after = time.perf_counter() - started, cache.stats()
 
-    def change(what):
-        return {name: tier[what] - before["tiers"][name][what] for name, tier in after["tiers"].items()}
+    def change(counter):
+        return {name: tier[counter] - before["tiers"][name][counter] for name, tier in after["tiers"].items()}
 
     hits, computed = (after[name] - before[name] for name in ("hit_tokens", "computed_tokens"))
     return Replayed(
         concurrency=concurrency,
-        turns=done,
+        turns=len(waits),
         output_rate=answered / seconds,
         hit_rate=hits / max(hits + computed, 1),
         first_token_median=statistics.median(waits),
