@@ -21,8 +21,8 @@ class Job:
     """One request.
 
     Attributes:
-        emit: takes each new piece of text; called in the engine's thread.
-        done: called there once, at the end; `finish` or `error` is set then.
+        emit: takes each new piece of text, and at the end None; called in the engine's thread. `finish` or `error` is
+            set by then.
         deadline: `time.monotonic()` after which it ends with an error.
         cancelled: nobody is listening any more.
         finish: "stop" (end token or stop text) or "length".
@@ -36,8 +36,7 @@ class Job:
     seed: int | None
     stop: list[str]
     deadline: float
-    emit: Callable[[str], None]
-    done: Callable[[], None]
+    emit: Callable[[str | None], None]
     cancelled: threading.Event = field(default_factory=threading.Event)
     started: float = field(default_factory=time.monotonic)
     first: float | None = None
@@ -137,7 +136,7 @@ class Engine:
             except Exception as error:  # one request must not end the thread that serves the others
                 job.error = error
             finally:
-                job.done()
+                job.emit(None)
 
     def _run(self, job: Job) -> None:
         text = _Text(self.tokenizer, job)

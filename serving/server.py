@@ -58,10 +58,14 @@ class CompletionRequest(BaseModel):
     user: str | None = None
 
 
-def refusal(status: int, message: str) -> JSONResponse:
+def error_body(status: int, message: str) -> dict:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    message = message.encode("utf-8", "replace").decode("utf-8")  # half a character of the request is not valid JSON
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+    message = message.encode("utf-8", "replace").decode("utf-8")  # half a character of the request is no JSON
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def refusal(status: int, message: str) -> JSONResponse:
+    return JSONResponse(error_body(status, message), status)
 
 
 class SmallBody:
@@ -71,28 +75,17 @@ class SmallBody:
         self.app, self.limit = app, limit
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        body, more = bytearray(), True
-        while more:
+        size = 0
+
+        async def counted():
+            nonlocal size
             message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self.limit:
-                said = refusal(413, f"the request has more than {self.limit:,} bytes")
-                return await said(scope, receive, send)
-        given = False
+            size += len(message.get("body", b""))
+            if size > self.limit:
+                raise HTTPException(413, f"the request has more than {self.limit:,} bytes")
+            return message
 
-        async def whole():
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": bytes(body), "more_body": False}
-
-        await self.app(scope, whole, send)
+        await self.app(scope, counted, send)
 
 
 class Metrics:
@@ -107,9 +100,9 @@ class Metrics:
         self.first = Histogram("kimi_k3_first_token_seconds", "from arrival to the first token", registry=registry)
         waiting = Gauge("kimi_k3_waiting_requests", "requests in the queue", registry=registry)
         waiting.set_function(lambda: engine.waiting)
-        held = Gauge("kimi_k3_prefix_cache_bytes", "bytes of kept prefixes", ["tier"], registry=registry)
+        kept = Gauge("kimi_k3_prefix_cache_bytes", "bytes of kept prefixes", ["tier"], registry=registry)
         for tier in engine.cache.tiers:
-            held.labels(tier.name).set_function(lambda tier=tier: tier.used)
+            kept.labels(tier.name).set_function(lambda tier=tier: tier.used)
 
     def count(self, job: Job, outcome: str) -> None:
         self.requests.labels(outcome).inc()
@@ -162,9 +155,7 @@ def build_app(cache: PrefixCache, tokenizer, name: str, limits: Limits) -> FastA
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request):
-        ids, said = await asyncio.to_thread(_prompt_ids, asked, tokenizer, cache, name, limits)
-        if said is not None:
-            return said
+        ids = await asyncio.to_thread(_prompt_ids, asked, tokenizer, cache, name, limits)
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
 
         def tell(piece):  # in the engine's thread; a closed loop has no listener left
@@ -174,18 +165,14 @@ def build_app(cache: PrefixCache, tokenizer, name: str, limits: Limits) -> FastA
         job = Job(
             ids, asked.max_tokens, asked.temperature, asked.top_p, asked.seed,
             [asked.stop] if isinstance(asked.stop, str) else [text for text in asked.stop or [] if text],
-            time.monotonic() + limits.seconds, tell, lambda: tell(None),
+            time.monotonic() + limits.seconds, tell,
         )  # fmt: skip
         try:
             engine.submit(job)
         except EngineFull as error:
             return refusal(429, str(error))
-        answer = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": name,
-        }
+        answer = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        answer["model"] = name
         if asked.stream:
             with_usage = asked.stream_options is not None and asked.stream_options.include_usage
             events = _events(job, pieces, answer, with_usage, limits, metrics)
@@ -194,41 +181,42 @@ def build_app(cache: PrefixCache, tokenizer, name: str, limits: Limits) -> FastA
         if text is None:
             metrics.count(job, "cancelled")
             return Response(status_code=499)
-        status, message = _failure(job, limits)
-        metrics.count(job, "failed" if message else "finished")
-        if message:
-            return refusal(status, message)
+        failure = _failure(job, limits)
+        metrics.count(job, "failed" if failure else "finished")
+        if failure:
+            raise failure
         return {**answer, "choices": [_choice(text, job.finish)], "usage": _usage(job)}
 
     return app
 
 
-def _prompt_ids(asked, tokenizer, cache, name, limits):
-    """(token ids, None), or (None, the refusal)."""
+def _prompt_ids(asked, tokenizer, cache, name, limits) -> list[int]:
+    """
+    Raises:
+        HTTPException: for a request that cannot work, with the sentence of the refusal.
+    """
     if asked.model != name:
-        return None, refusal(404, f"there is no model {asked.model!r} here, only {name!r}")
-    if isinstance(asked.prompt, list):
-        ids = asked.prompt
-    else:
+        raise HTTPException(404, f"there is no model {asked.model!r} here, only {name!r}")
+    ids, config = asked.prompt, cache.model.config.get_text_config(decoder=True)
+    if isinstance(ids, str):
         try:
-            asked.prompt.encode("utf-8")
+            ids.encode("utf-8")
         except UnicodeEncodeError:
-            return None, refusal(400, "prompt: the text has half of a surrogate pair")
-        ids = tokenizer(asked.prompt, verbose=False).input_ids
-    vocabulary = cache.model.config.get_text_config(decoder=True).vocab_size
+            raise HTTPException(400, "prompt: the text has half of a surrogate pair") from None
+        ids = tokenizer(ids, verbose=False).input_ids
     if not ids:
-        return None, refusal(400, "the prompt is empty")
-    if not all(0 <= token < vocabulary for token in ids):
-        return None, refusal(400, f"prompt: token ids are numbers from 0 to {vocabulary - 1}")
+        raise HTTPException(400, "the prompt is empty")
+    if not all(0 <= token < config.vocab_size for token in ids):
+        raise HTTPException(400, f"prompt: token ids are numbers from 0 to {config.vocab_size - 1}")
     if len(ids) > limits.prompt_tokens:
-        return None, refusal(400, f"the prompt has {len(ids):,} tokens, and {limits.prompt_tokens:,} are allowed")
+        raise HTTPException(400, f"the prompt has {len(ids):,} tokens, and {limits.prompt_tokens:,} are allowed")
     if asked.max_tokens > limits.new_tokens:
-        return None, refusal(400, f"max_tokens is {asked.max_tokens:,}, and {limits.new_tokens:,} are allowed")
-    longest = cache.model.config.get_text_config(decoder=True).max_position_embeddings
-    if len(ids) + asked.max_tokens > longest:
+        raise HTTPException(400, f"max_tokens is {asked.max_tokens:,}, and {limits.new_tokens:,} are allowed")
+    if len(ids) + asked.max_tokens > config.max_position_embeddings:
         counted = f"{len(ids):,} tokens of the prompt and {asked.max_tokens:,} new ones"
-        return None, refusal(400, f"{counted} are more than the {longest:,} that the model reads")
-    return ids, None
+        longest = f"the {config.max_position_embeddings:,} that the model reads"
+        raise HTTPException(400, f"{counted} are more than {longest}")
+    return ids
 
 
 def _choice(text: str, finish: str | None) -> dict:
@@ -244,33 +232,26 @@ def _usage(job: Job) -> dict:
     }
 
 
-def _failure(job: Job, limits: Limits) -> tuple[int, str | None]:
+def _failure(job: Job, limits: Limits) -> HTTPException | None:
     if isinstance(job.error, TimeoutError):
-        return 504, f"the request took longer than {limits.seconds:g} seconds"
+        return HTTPException(504, f"the request took longer than {limits.seconds:g} seconds")
     if isinstance(job.error, EngineFull):
-        return 503, str(job.error)
-    if job.error is not None:
-        return 500, f"generation failed: {job.error}"
-    return 200, None
+        return HTTPException(503, str(job.error))
+    return HTTPException(500, f"generation failed: {job.error}") if job.error else None
 
 
 async def _whole_text(job: Job, pieces: asyncio.Queue, request: Request) -> str | None:
     """The whole answer; None when the client goes away, which also breaks off the job."""
-    found = []
-    while True:
-        try:
-            piece = await asyncio.wait_for(pieces.get(), 0.5)
-        except TimeoutError:
-            if await request.is_disconnected():
-                job.cancelled.set()
-                return None
-            continue
-        except asyncio.CancelledError:
-            job.cancelled.set()
-            raise
-        if piece is None:
-            return "".join(found)
-        found.append(piece)
+    answer = []
+    try:
+        while not await request.is_disconnected():
+            with contextlib.suppress(TimeoutError):
+                piece = await asyncio.wait_for(pieces.get(), 0.5)
+                if piece is None:
+                    return "".join(answer)
+                answer.append(piece)
+    finally:
+        job.cancelled.set()
 
 
 async def _events(job: Job, pieces: asyncio.Queue, answer: dict, with_usage: bool, limits: Limits, metrics: Metrics):
@@ -279,10 +260,10 @@ async def _events(job: Job, pieces: asyncio.Queue, answer: dict, with_usage: boo
     try:
         while (piece := await pieces.get()) is not None:
             yield _event({**answer, "choices": [_choice(piece, None)]})
-        _, message = _failure(job, limits)
-        outcome = "failed" if message else "finished"
-        if message:
-            yield _event({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
+        failure = _failure(job, limits)
+        outcome = "failed" if failure else "finished"
+        if failure:
+            yield _event(error_body(failure.status_code, failure.detail))
         else:
             yield _event({**answer, "choices": [_choice("", job.finish)]})
             if with_usage:
