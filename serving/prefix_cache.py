@@ -5,6 +5,13 @@ States are therefore kept at few boundaries: every `every` tokens, before the la
 in any case, to give the first logits), at the end of a turn, and where a text was seen to part from a kept one.
 `prefix_index.py` says why a hit is exact to the last bit.
 
+A segment of a text (`prefix_index.py`) has two parts, each in any number of tiers. What is in no tier decides:
+
+    latents    states    the segment
+    kept       kept      a prompt can start behind it
+    kept       lost      only leads to others: `_remove_useless` takes it out with the last of them and the last user
+    lost       either    `_after_loss` takes it out, with all that lie behind it
+
     cache = PrefixCache(model, device_bytes=8 << 30, folder="prefixes", disk_bytes=100 << 30)
     output, done = cache.generate(input_ids, max_new_tokens=100)  # done.hit tokens were restored
 """
@@ -40,6 +47,7 @@ class Prefilled:
 
     Attributes:
         cache: at the boundary behind them; it belongs to the caller.
+        segment: what was kept last; None from the first one on that found no room.
         hit: tokens that were restored.
         splits: boundaries at which states were kept or forwards ended, the last of them `cache.get_seq_length()`.
         exact: every one of them ended a forward, so that a cold run split there gives the same bits.
@@ -47,11 +55,12 @@ class Prefilled:
     """
 
     cache: HybridCache
-    hit: int
-    splits: list[int]
     segment: Segment | None
-    exact: bool = True
     logits: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.hit, self.splits = self.segment.end, self.segment.splits()
+        self.exact = not any(segment.forward for segment in self.segment.chain())
 
 
 class PrefixCache:
@@ -120,7 +129,6 @@ class PrefixCache:
 
     # --- use -----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def prefill(self, input_ids: torch.Tensor, keep_logits: bool = False) -> Prefilled:
         """Run all but the last of the tokens [1, T], from the longest kept prefix on, and keep the result.
 
@@ -131,13 +139,12 @@ class PrefixCache:
         with self._prefilled(input_ids, keep_logits) as done:
             return done
 
-    @torch.no_grad()
     def forward(self, input_ids: torch.Tensor, keep_logits: bool = False) -> tuple[torch.Tensor, Prefilled]:
         """Logits [1, 1, vocabulary] of the last of the tokens [1, T], and the cache behind it.
 
         With `keep_logits` those of all tokens that ran, [1, T - hit, vocabulary].
         """
-        with self._prefilled(input_ids, keep_logits) as done:
+        with self._prefilled(input_ids, keep_logits) as done:  # which switches gradients off
             last = self.model(input_ids[:, -1:], **{CACHE_ARGUMENT: done.cache}).logits
             logits = torch.cat([*done.logits, last], dim=1)
         done.splits.append(input_ids.shape[1])
@@ -174,20 +181,20 @@ class PrefixCache:
     def prefetch(self, input_ids: torch.Tensor) -> Future:
         """Bring the prefix that `prefill` would use up to the device, in a thread, while something else computes."""
         tokens = self._tokens(input_ids)
-        return self._reader.submit(self._restored_prefix, tokens, True)
+        return self._reader.submit(self._prefetched, tokens)
 
     def flush(self) -> None:
         """Wait until everything that belongs on the disk is there."""
         self._behind.flush()
         with self._lock:
-            self._forget_failed()
+            self._drop_unwritten()
 
     def clear(self) -> None:
         """Forget every prefix that is not in use, in all tiers."""
         with self._lock:
             for segment in sorted(self.index.segments.values(), key=lambda segment: -segment.start):
                 if not segment.pins and not segment.children:
-                    self._forget(segment)
+                    self._remove(segment)
 
     def close(self) -> None:
         """Finish writing and release the folder; what still runs in other threads finishes, and is not kept below the
@@ -200,10 +207,10 @@ class PrefixCache:
             with self._lock:
                 for segment in sorted(self.index.segments.values(), key=lambda segment: segment.start):
                     for kind in (LATENTS, STATE):
-                        part = segment.key, kind
-                        held = next((tier for tier in self.tiers if part in tier), None)
-                        if held is not None and part not in self.disk:
-                            self._put(len(self.tiers) - 1, segment, kind, held.get(part), held.entries[part].cost)
+                        tier = self._tier_of(segment, kind)
+                        if tier is not None:
+                            entry = tier.entries[segment.key, kind]
+                            self._put(len(self.tiers) - 1, segment, kind, entry.tensors, entry.cost)
         self._behind.close()
         for tier in self.tiers:
             tier.close()
@@ -217,7 +224,7 @@ class PrefixCache:
                 "hit_tokens": self.hit_tokens,
                 "computed_tokens": self.computed_tokens,
                 "segments": len(self.index.segments),
-                "states": sum(self._held(segment, STATE) for segment in self.index.segments.values()),
+                "states": sum(self._is_kept(segment, STATE) for segment in self.index.segments.values()),
                 "tiers": {
                     tier.name: {
                         "bytes": tier.used,
@@ -247,41 +254,32 @@ class PrefixCache:
         """A `Prefilled` whose segment is pinned inside the block; copies and files wait for the block's end."""
         tokens = self._tokens(input_ids)
         last = len(tokens) - 1
-        cache, segment, shared = self._restored_prefix(tokens)
-        hit = segment.end
-        done = Prefilled(cache, hit, segment.splits(), segment, not any(s.forward for s in segment.chain()))
-        boundaries = {*range(self.every, last, self.every), shared, last}
-        try:
-            with torch.no_grad():
-                for ends in self._forwards(hit, sorted(end for end in boundaries if hit < end <= last)):
-                    start = int(cache.get_seq_length())
-                    part = input_ids[:, start : ends[-1]]
-                    kept = 0 if keep_logits else 1
-                    cache.keep_states(ends[:-1])
-                    logits = self.model(part, logits_to_keep=kept, **{CACHE_ARGUMENT: cache}).logits
-                    if keep_logits:
-                        done.logits.append(logits)
-                    forward = b""
-                    if len(ends) > 1:
-                        done.exact = False
-                        forward = chained(b"", token_bytes(tokens[start : ends[-1]]), token_bytes(ends))
-                    for end in ends:
-                        done.splits.append(end)
-                        self._keep(done, tokens[start:end], cache.snapshot(end), forward=forward)
-                        start = end
-                    cache.keep_states(())
+        with self._fetched(tokens) as (done, parts, shared), torch.no_grad():
+            self._assemble(done, parts, len(tokens))
+            hit, cache = done.hit, done.cache
+            boundaries = {*range(self.every, last, self.every), shared, last}
+            for ends in self._forwards(hit, sorted(end for end in boundaries if hit < end <= last)):
+                start = int(cache.get_seq_length())
+                cache.keep_states(ends[:-1])
+                part, logits_to_keep = input_ids[:, start : ends[-1]], 0 if keep_logits else 1
+                logits = self.model(part, logits_to_keep=logits_to_keep, **{CACHE_ARGUMENT: cache}).logits
+                if keep_logits:
+                    done.logits.append(logits)
+                forward = b""
+                if len(ends) > 1:
+                    done.exact = False
+                    forward = chained(b"", token_bytes(tokens[start : ends[-1]]), token_bytes(ends))
+                for end in ends:
+                    done.splits.append(end)
+                    self._append(done, tokens[start:end], cache.snapshot(end), forward=forward)
+                    start = end
+                cache.keep_states(())
             with self._lock:
                 self.lookups += 1
                 self.hits += hit > 0
                 self.hit_tokens += hit
                 self.computed_tokens += len(tokens) - hit
             yield done
-        finally:
-            with self._lock:
-                if done.segment is not None:
-                    done.segment.unpin()
-                    self._prune(done.segment)
-            self._behind.start(self.model.device)
 
     def _forwards(self, start: int, ends: list[int]) -> list[list[int]]:
         """The states to keep behind `start`, by the forward that makes them: its last one ends there."""
@@ -299,9 +297,9 @@ class PrefixCache:
         start, end = done.splits[-1] if done.splits else 0, int(done.cache.get_seq_length())
         if end > start:
             done.splits += range(start + 1, end + 1)
-            self._keep(done, tokens[start:end], done.cache, steps=True)
+            self._append(done, tokens[start:end], done.cache, steps=True)
 
-    def _keep(
+    def _append(
         self, done: Prefilled, tokens: Sequence[int], cache: HybridCache, steps: bool = False, forward: bytes = b""
     ) -> None:
         """Put a segment, at whose end `cache` stands, behind `done.segment`; that is None from the first one on that
@@ -309,50 +307,43 @@ class PrefixCache:
         if done.segment is None:
             return
         with self._lock:
-            self._forget_failed()
+            self._drop_unwritten()
             parent, done.segment = done.segment, None
             try:
-                if self.index.has(parent):  # otherwise it was forgotten, with a file that could not be read or written
+                if self.index.has(parent):  # otherwise it was removed, with a file that could not be read or written
                     segment = self.index.make(parent, tokens, steps, forward)
                     self.index.add(segment)
                     segment.pin()
                     try:
-                        self._fill(segment, cache)
-                    except BaseException:
-                        segment.unpin()
-                        self._settle(segment)
-                        raise
-                    if self._held(segment, LATENTS):
-                        done.segment = segment
-                    else:
-                        segment.unpin()
-                        self._settle(segment)
+                        for kind, take in ((LATENTS, self._latents), (STATE, self._state)):
+                            if not self._is_kept(segment, kind):
+                                self._insert(segment, kind, take(cache, segment), self._flops_without(segment, kind))
+                        if self._is_kept(segment, LATENTS):
+                            done.segment = segment
+                    finally:
+                        if done.segment is None:
+                            self._release(segment)
             finally:
-                parent.unpin()
-                self._prune(parent)
+                self._release(parent)
 
-    def _fill(self, segment: Segment, cache: HybridCache) -> None:
-        """Insert what the segment lacks; `cache` stands behind it."""
-        for kind, take in ((LATENTS, self._latents), (STATE, self._state)):
-            if not self._held(segment, kind):
-                self._insert(segment, kind, take(cache, segment), self._flops_without(segment, kind))
-
-    def _settle(self, segment: Segment) -> None:
-        """Forget a segment of which nothing could be kept."""
-        if not self._held(segment, LATENTS):
-            self._lost(segment, LATENTS)
-        self._prune(segment)
+    def _release(self, segment: Segment) -> None:
+        """Unpin a segment; it goes if nothing came of it, or nothing can start from it any more."""
+        with self._lock:
+            segment.unpin()
+            if segment.parent is not None and not self._is_kept(segment, LATENTS):
+                self._after_loss(segment, LATENTS)
+            self._remove_useless(segment)
 
     def _latents(self, cache: HybridCache, segment: Segment) -> Tensors:
         """Latents of the segment, [MLA layers, tokens, R] a block; blocks end at multiples of the block size."""
         device = self.model.device  # which searches all modules
         layers = [layer.latents[0] for layer in cache.layers if isinstance(layer, LatentCacheLayer)]
-        found, block = {"tokens": torch.tensor(segment.tokens, dtype=torch.int64)}, self.index.block
+        tensors, block = {"tokens": torch.tensor(segment.tokens)}, self.index.block
         edges = [segment.start, *range((segment.start // block + 1) * block, segment.end, block), segment.end]
         if layers:
             for i, (start, end) in enumerate(itertools.pairwise(edges)):
-                found[f"block.{i:06d}"] = torch.stack([layer[start:end].to(device) for layer in layers])
-        return found
+                tensors[f"block.{i:06d}"] = torch.stack([layer[start:end].to(device) for layer in layers])
+        return tensors
 
     def _state(self, cache: HybridCache, segment: Segment) -> Tensors:
         """Recurrent states and convolution tails of all KDA layers."""
@@ -364,98 +355,102 @@ class PrefixCache:
             for name, tensor in zip(layer.tensor_names, layer.tensors(), strict=True)
         }
 
-    def _assembled(self, chain: list[Segment], latents: list[Tensors], state: Tensors, room: int) -> HybridCache:
-        """The cache behind the last segment of the chain; latents are copied, into buffers that have room for so many
-        tokens; states are shared (nobody writes to them)."""
-        cache, device = HybridCache(self.model.config), self.model.device
-        cache.reserve(room)
-        blocks = [held[name].to(device) for held in latents for name in sorted(held) if name.startswith("block.")]
+    def _assemble(self, done: Prefilled, parts: list[Tensors], room: int) -> None:
+        """Fill the cache with the latents of every segment and the state behind the last of them. Latents are copied,
+        into buffers that have room for so many tokens; states are shared (nobody writes to them)."""
+        if not parts:
+            return
+        (*latents, state), device = parts, self.model.device
+        done.cache.reserve(room)
+        blocks = [part[name].to(device) for part in latents for name in sorted(part) if name.startswith("block.")]
         of_layers = zip(*(block.unbind() for block in blocks), strict=True)
-        for i, layer in enumerate(cache.layers):
+        for i, layer in enumerate(done.cache.layers):
             if isinstance(layer, LatentCacheLayer):
                 layer.append(torch.cat(next(of_layers))[None])
             else:
-                tensors = [state[f"layers.{i}.{name}"].to(device) for name in layer.tensor_names]
-                layer.load(tensors, chain[-1].end)
-        return cache
+                layer.load([state[f"layers.{i}.{name}"].to(device) for name in layer.tensor_names], done.hit)
 
     # --- looking up ----------------------------------------------------------------------------------------------
 
-    def _restored_prefix(self, tokens: numpy.ndarray, only_fetch: bool = False):
-        """(cache, pinned segment, tokens shared with some kept text); an empty cache and the root without a hit.
+    @contextmanager
+    def _fetched(self, tokens: numpy.ndarray):
+        """(`Prefilled` with a cache that is yet empty, what belongs into it, tokens shared with some kept text), from
+        the longest prefix that is kept. `done.segment` is pinned inside the block.
 
         Tensors are read outside the lock. A part that cannot be read is forgotten and the next best prefix tried.
-        With `only_fetch` nothing is assembled and nothing stays pinned.
         """
-        while True:
+        parts = None
+        while parts is None:
             with self._lock:
-                self._forget_failed()
+                self._drop_unwritten()
                 self._adopt_files()
-                found, shared = self.index.matches(tokens, len(tokens) - 1)
-                segment = next((s for s in found if self._held(s, STATE)), self.index.root)
+                prefixes, shared = self.index.matches(tokens, len(tokens) - 1)
+                segment = next((prefix for prefix in prefixes if self._is_kept(prefix, STATE)), self.index.root)
                 segment.pin()
+            done, chain = Prefilled(HybridCache(self.model.config), segment), segment.chain()
             try:
-                chain = segment.chain()
-                wanted = [*((s, LATENTS) for s in chain), (segment, STATE)] if chain else []
-                read = [self._read(s, kind) for s, kind in wanted]
-                missing = next((at for at, (_, tensors) in zip(wanted, read, strict=True) if tensors is None), None)
-                with self._lock:
-                    if missing is not None:
-                        self._lost(*missing)
-                    else:
-                        tensors = [self._promote(*at, *found) for at, found in zip(wanted, read, strict=True)]
-                if missing is None and only_fetch:
-                    self._behind.start()
-                    copied = recorded(self.model.device)
-                    if copied is not None:  # the caller may continue on another stream than this thread's
-                        copied.synchronize()
-                    return segment.end
-                if missing is None:
-                    cache = (
-                        self._assembled(chain, tensors[:-1], tensors[-1], len(tokens))
-                        if chain
-                        else HybridCache(self.model.config)
-                    )
-                    segment, kept = None, segment
-                    return cache, kept, shared
+                parts = self._read_all([*((s, LATENTS) for s in chain), (segment, STATE)] if chain else [])
+                if parts is not None:
+                    yield done, parts, shared
             finally:
-                if segment is not None:
-                    with self._lock:
-                        segment.unpin()
+                if done.segment is not None:
+                    self._release(done.segment)
+                self._behind.start(self.model.device)
 
-    def _read(self, segment: Segment, kind: str) -> tuple[int, Tensors | None]:
-        for level, tier in enumerate(self.tiers):
-            tensors = tier.get((segment.key, kind))
+    def _prefetched(self, tokens: numpy.ndarray) -> int:
+        with self._fetched(tokens) as (done, _, _):
+            copied = recorded(self.model.device)
+            if copied is not None:  # the caller may continue on another stream than this thread's
+                copied.synchronize()
+        return done.hit
+
+    def _read_all(self, parts: list[tuple[Segment, str]]) -> list[Tensors] | None:
+        """The tensors of all parts, which then rank as used; None where one could not be read."""
+        read = [self._read(segment.key, kind) for segment, kind in parts]
+        with self._lock:
+            for (segment, kind), tensors in zip(parts, read, strict=True):
+                if tensors is None:
+                    self._after_loss(segment, kind)
+                    return None
+            return [self._promote(*part, tensors) for part, tensors in zip(parts, read, strict=True)]
+
+    def _read(self, *part: str) -> Tensors | None:
+        for tier in self.tiers:
+            tensors = tier.get(part)
             if tensors is not None:
-                return level, tensors
-            if tier is self.disk and (segment.key, kind) in tier:
+                return tensors
+            if tier is self.disk and part in tier:
                 with self._lock:
-                    tier.drop((segment.key, kind))
-        return -1, None
+                    tier.drop(part)
+        return None
 
-    def _promote(self, segment: Segment, kind: str, level: int, tensors: Tensors) -> Tensors:
+    def _promote(self, segment: Segment, kind: str, tensors: Tensors) -> Tensors:
         """A part was used: it ranks as new, and lies on the device again if room can be made there. The tensors are
         returned, from the device's tier if it has them now."""
-        part = segment.key, kind
+        part, device = (segment.key, kind), self.tiers[0]
         cost = next((tier.entries[part].cost for tier in self.tiers if part in tier), 0.0)
-        if level > 0 and part not in self.tiers[0]:
-            self._put(0, segment, kind, tensors, cost)
+        self._put(0, segment, kind, tensors, cost)
         for tier in self.tiers:
             tier.touch(part)
-        return self.tiers[0].entries[part].tensors if part in self.tiers[0] else tensors
+        return device.entries[part].tensors if part in device else tensors
 
     # --- keeping (all of it under the lock) ----------------------------------------------------------------------
 
-    def _held(self, segment: Segment, kind: str) -> bool:
-        return any((segment.key, kind) in tier for tier in self.tiers)
+    def _tier_of(self, segment: Segment, kind: str) -> Tier | None:
+        """The first tier that has a part."""
+        return next((tier for tier in self.tiers if (segment.key, kind) in tier), None)
 
-    def _insert(self, segment: Segment, kind: str, tensors: Tensors, cost: float) -> None:
-        """Into the first tier that takes it, and with write-through into all below, which share its tensors."""
-        for level, tier in enumerate(self.tiers):
+    def _is_kept(self, segment: Segment, kind: str) -> bool:
+        return self._tier_of(segment, kind) is not None
+
+    def _insert(self, segment: Segment, kind: str, tensors: Tensors, cost: float, highest: int = 0) -> None:
+        """Into the first tier from `highest` on that takes it, and with write-through into all below, which share its
+        tensors."""
+        for level in range(highest, len(self.tiers)):
             if self._put(level, segment, kind, tensors, cost):
                 if not self.write_through:
                     return
-                tensors = tier.entries[segment.key, kind].tensors or tensors
+                tensors = self.tiers[level].entries[segment.key, kind].tensors or tensors
 
     def _put(self, level: int, segment: Segment, kind: str, tensors: Tensors, cost: float) -> bool:
         """Whether the tier has the part now, after evicting what had to go."""
@@ -465,16 +460,7 @@ class PrefixCache:
         size = tier.size_of(tensors)
         if size > tier.budget or not self._make_room(level, size) or not self.index.has(segment):
             return False  # making room can evict what this text continues from
-        if tier is self.disk:
-            described = {
-                "parent": segment.parent.key,
-                "start": str(segment.start),
-                "steps": str(int(segment.steps)),
-                "forward": segment.forward.hex(),
-            }
-            entry = tier.put(part, tensors, cost, described)
-        else:
-            entry = tier.put(part, tensors, cost)
+        entry = tier.put(part, tensors, cost, segment.metadata())
         if level > 0 and part not in self.tiers[0]:
             self._own(tier, entry)
         return True
@@ -496,20 +482,17 @@ class PrefixCache:
             if not candidates:
                 return False
             part = min(candidates, key=lambda part: tier.entries[part].priority)
-            segment, tensors = self.index.segments[part[0]], None
-            below = self.tiers[level + 1 :]
-            if below and not self.write_through and not any(part in lower for lower in below):
-                tensors = tier.get(part)
+            segment, below = self.index.segments[part[0]], self.tiers[level + 1 :]
+            moves_down = below and not self.write_through and not any(part in lower for lower in below)
+            tensors = tier.get(part) if moves_down else None
             entry = tier.evict(part)
             for lower in below if level == 0 else ():
                 if part in lower:
                     self._own(lower, lower.entries[part])
             if tensors is not None:
-                for lower in range(level + 1, len(self.tiers)):
-                    if self._put(lower, segment, part[1], tensors, entry.cost):
-                        break
-            if not self._held(segment, part[1]):
-                self._lost(segment, part[1])
+                self._insert(segment, part[1], tensors, entry.cost, level + 1)
+            if not self._is_kept(segment, part[1]):
+                self._after_loss(segment, part[1])
         return True
 
     def _may_go(self, level: int, part: PartId) -> bool:
@@ -521,7 +504,7 @@ class PrefixCache:
         moves_down = not self.write_through and level + 1 < len(self.tiers)
         return not segment.pins and (moves_down or not segment.children)
 
-    def _lost(self, segment: Segment, kind: str) -> None:
+    def _after_loss(self, segment: Segment, kind: str) -> None:
         """A part is in no tier any more: without its latents a text ends before it, without its state it cannot start
         there."""
         if kind == LATENTS:
@@ -529,17 +512,17 @@ class PrefixCache:
             for lost in behind:
                 behind += lost.children.values()
             for lost in reversed(behind):
-                self._forget(lost)
+                self._remove(lost)
             segment = segment.parent
         elif self.index.has(segment):  # states behind it would now be computed from further back
             behind = list(segment.children.values())
             for later in behind:
-                if not self._held(later, STATE):
+                if not self._is_kept(later, STATE):
                     behind += later.children.values()
                     continue
                 for tier in self.tiers:
                     tier.revalue((later.key, STATE), self._flops_without(later, STATE))
-        self._prune(segment)
+        self._remove_useless(segment)
 
     def _flops_without(self, segment: Segment, kind: str) -> int:
         """What it takes to compute a part again: latents from the start of their segment, a state from the last state
@@ -547,20 +530,20 @@ class PrefixCache:
         start = segment.start
         if kind == STATE:
             before = segment.parent
-            while before.parent is not None and not self._held(before, STATE):
+            while before.parent is not None and not self._is_kept(before, STATE):
                 before = before.parent
             start = before.end
         return self._cost.flops(segment.end - start, start)
 
-    def _prune(self, segment: Segment) -> None:
+    def _remove_useless(self, segment: Segment) -> None:
         """Forget segments that nothing can start from any more, this one and those before it."""
         while segment.parent is not None and not segment.children and not segment.pins:
-            if self._held(segment, STATE) or not self.index.has(segment):
+            if self._is_kept(segment, STATE) or not self.index.has(segment):
                 return
-            self._forget(segment)
+            self._remove(segment)
             segment = segment.parent
 
-    def _forget(self, segment: Segment) -> None:
+    def _remove(self, segment: Segment) -> None:
         if not self.index.has(segment):  # forgotten before; parts of its name may be those of a newer one
             return
         for kind in (LATENTS, STATE):
@@ -568,21 +551,21 @@ class PrefixCache:
                 tier.drop((segment.key, kind))
         self.index.remove(segment)
 
-    def _forget_failed(self) -> None:
+    def _drop_unwritten(self) -> None:
         """Forget what could not be written to the disk and is in no other tier."""
         while self.disk and self.disk.failed:
             part = self.disk.failed.pop()
             self.disk.drop(part)
             segment = self.index.segments.get(part[0])
-            if segment is not None and not self._held(segment, part[1]):
-                self._lost(segment, part[1])
+            if segment is not None and not self._is_kept(segment, part[1]):
+                self._after_loss(segment, part[1])
 
     def _adopt_files(self) -> None:
         """Index what other processes, or earlier ones, left in the folder."""
         files = self.disk.scan() if self.disk else {}
         described = {key: self.disk.describe(key) for key, kind in files if kind == LATENTS}
-        found = {key: text for key, text in described.items() if text is not None}
-        for key, (parent_key, start, steps, forward, tokens) in sorted(found.items(), key=lambda item: item[1][1]):
+        texts = {key: text for key, text in described.items() if text is not None}
+        for key, (parent_key, start, steps, forward, tokens) in sorted(texts.items(), key=lambda item: item[1][1]):
             parent = self.index.root if start == 0 else self.index.segments.get(parent_key)
             if parent is None:  # not there (yet)
                 continue

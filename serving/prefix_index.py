@@ -55,6 +55,15 @@ class Segment:
     def end(self) -> int:
         return self.start + len(self.tokens)
 
+    def metadata(self) -> dict[str, str]:
+        """What its files say beside its tokens."""
+        return {
+            "parent": self.parent.key,
+            "start": str(self.start),
+            "steps": str(int(self.steps)),
+            "forward": self.forward.hex(),
+        }
+
     def pin(self, count: int = 1) -> None:
         """Keep this segment and those before it until `unpin`."""
         segment = self

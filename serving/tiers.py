@@ -202,7 +202,7 @@ class MemoryTier(Tier):
         super().__init__(budget)
         self.name, self.device, self.behind = name, device, behind
 
-    def put(self, part: PartId, tensors: Tensors, cost: float) -> Entry:
+    def put(self, part: PartId, tensors: Tensors, cost: float, metadata: dict[str, str] | None = None) -> Entry:
         held = {}
         for name, tensor in tensors.items():
             if self.behind is None:  # CUDA has read pageable memory when the call returns: no need to wait for more

@@ -334,7 +334,7 @@ def test_an_error_in_the_middle_leaves_nothing_pinned(monkeypatch):
     def broken(*args, **kwargs):
         raise KeyboardInterrupt
 
-    for name in ("_assembled", "_latents"):
+    for name in ("_assemble", "_latents"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(cache, name, broken)
             cache.forward(row(tokens(40)))
@@ -807,7 +807,7 @@ class Histories(RuleBasedStateMachine):
                 assert all(key in cache.index.segments for key, _ in tier.entries)
             for segment in cache.index.segments.values():
                 assert segment.pins == 0 and cache.index.has(segment.parent)
-                assert cache._held(segment, "latents")
+                assert cache._is_kept(segment, "latents")
 
     def teardown(self):
         if hasattr(self, "cache"):
