@@ -47,7 +47,7 @@ KIMI_LINEAR = {
 # Packed experts need widths of whole groups of 32.
 PACKED = {
     "moe_intermediate_size": 32,
-    "routed_expert_hidden_size": 64,
+    "routed_expert_hidden_size": 96,
     "quantization_config": {"format": "mxfp4-pack-quantized", "quant_method": "compressed-tensors"},
 }
 

@@ -1,0 +1,283 @@
+"""Careless one-line changes, each of which the tests of its file (`which_tests.py`) should notice.
+
+    python tests/mutants.py [-n 60] [--seed 0] [FILE ...]
+
+Changes are drawn from all that the operators below can do to the code, and made in a copy of the tree. What a change
+cannot break is left out by rule: texts, logs and pictures, types, what a comment calls a matter of speed or memory, and
+arguments that only guard. Ends with 1 if fewer than nine of ten are caught.
+"""
+
+import argparse
+import ast
+import copy
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from which_tests import TESTS
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # as `conftest.py` does
+import peft  # noqa: F401  # once for all changes
+import transformers.models.auto.modeling_auto  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("", "kernels", "training", "serving", "costs", "speculative", "parallel", "conversion")
+# Pictures; Gluon, which nothing but a GPU runs.
+LEFT_OUT = re.compile(r"_gluon|gluon_tools|curves|__init__|__main__")
+CPU_SECONDS = 900  # of a process; a change that makes a loop endless is caught by it
+
+FLIPPED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add,
+    ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+ORDERED = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.MatMult, ast.LShift, ast.RShift, ast.Pow)
+OPPOSITE = {
+    "min": "max", "minimum": "maximum", "amin": "amax", "clamp_min": "clamp_max", "any": "all", "floor": "ceil",
+}  # fmt: skip
+OPPOSITE |= {value: key for key, value in OPPOSITE.items()}
+SYMMETRIC = {*OPPOSITE, "equal", "isinstance", "print", "zip"}
+SAID = {
+    "print", "warn", "warning", "info", "debug", "exception", "_tell", "tqdm", "add_argument", "add_parser",
+    "plot", "loglog", "semilogx", "legend", "savefig", "subplots", "set_title", "set_xlabel", "set_ylabel",
+}  # fmt: skip
+# Keyword arguments whose loss shows in a text, in speed, on a GPU, or where a guard would have spoken.
+HARMLESS = {
+    "help", "metavar", "description", "strict", "encoding", "daemon", "device", "num_warps", "num_stages",
+    "non_blocking", "marker", "label",
+}  # fmt: skip
+SPEED = re.compile(r"measured|at once|memory|faster|fills|registers|at a time|costs (less|more)|program|interpreter")
+
+
+class Sites(ast.NodeVisitor):
+    """`found`: (node, what takes its place) of every change."""
+
+    def __init__(self, source: str):
+        self.lines, self.found = source.splitlines(), []
+        self.visit(ast.parse(source))
+
+    def put(self, node, new=None, **fields):
+        if new is None:
+            new = copy.copy(node)
+            for name, value in fields.items():
+                setattr(new, name, value)
+        if node.lineno == node.end_lineno:
+            self.found.append((node, ast.unparse(new) if isinstance(new, ast.AST) else new))
+
+    def condition(self, node):
+        self.put(node.test, ast.Constant(False))
+        if not isinstance(node, ast.While):
+            self.put(node.test, ast.Constant(True))
+
+    def visit_If(self, node):
+        if "__name__" not in ast.unparse(node.test):
+            self.condition(node)
+            self.generic_visit(node)
+
+    def visit_While(self, node):
+        self.condition(node)
+        self.generic_visit(node)
+
+    visit_IfExp = visit_While
+
+    def visit_Compare(self, node):
+        if type(node.ops[0]) in FLIPPED:
+            self.put(node, ops=[FLIPPED[type(node.ops[0])](), *node.ops[1:]])
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node):
+        self.put(node, op=FLIPPED[type(node.op)]())
+        for place in range(len(node.values)):
+            rest = [value for i, value in enumerate(node.values) if i != place]
+            self.put(node, rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest))
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node):
+        if isinstance(node.op, ast.Not | ast.USub):
+            self.put(node, node.operand)
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node):
+        if type(node.op) in FLIPPED:
+            self.put(node, op=FLIPPED[type(node.op)]())
+        if isinstance(node.op, ORDERED):
+            self.put(node, left=node.right, right=node.left)
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node):
+        if type(node.op) in FLIPPED:
+            self.put(node, op=FLIPPED[type(node.op)]())
+        self.generic_visit(node)
+
+    def visit_Constant(self, node):
+        if isinstance(node.value, bool):
+            self.put(node, ast.Constant(not node.value))
+        elif isinstance(node.value, int):
+            self.put(node, str(node.value + 1))
+            if node.value:
+                self.put(node, str(node.value - 1))
+        elif isinstance(node.value, float):
+            self.put(node, repr(node.value * 2 or 1.0))
+
+    def visit_Slice(self, node):
+        for bound in filter(None, (node.lower, node.upper)):
+            self.put(bound, "")
+            self.put(bound, f"{ast.unparse(bound)} + 1")
+        self.generic_visit(node)
+
+    def visit_Call(self, node):
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name in SAID or "logg" in ast.unparse(node.func) or "axes" in ast.unparse(node.func):
+            return
+        if name in OPPOSITE:
+            new = copy.deepcopy(node.func)
+            setattr(new, "id" if isinstance(new, ast.Name) else "attr", OPPOSITE[name])
+            self.put(node.func, new)
+        if len(node.args) > 1 and name not in SYMMETRIC and ast.dump(node.args[0]) != ast.dump(node.args[1]):
+            self.put(node, args=[node.args[1], node.args[0], *node.args[2:]])
+        for keyword in node.keywords:
+            if keyword.arg is not None and keyword.arg not in HARMLESS:
+                self.put(node, keywords=[other for other in node.keywords if other is not keyword])
+        node = copy.copy(node)
+        node.keywords = [keyword for keyword in node.keywords if keyword.arg not in HARMLESS]
+        self.generic_visit(node)
+
+    def visit_Expr(self, node):
+        if isinstance(node.value, ast.Call):
+            before = len(self.found)
+            self.visit(node.value)
+            if len(self.found) > before or not node.value.args:  # else a text
+                self.put(node, ast.Pass())
+
+    def visit_Assign(self, node):
+        names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        comment, line = self.lines[node.end_lineno - 1].partition("#")[2], node.lineno - 2
+        while line >= 0 and self.lines[line].lstrip().startswith("#"):
+            comment, line = self.lines[line] + comment, line - 1
+        if not (names and names[0].isupper() and node.col_offset == 0 and SPEED.search(comment)):
+            self.visit(node.value)
+
+    def visit_AnnAssign(self, node):
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_FunctionDef(self, node):  # neither types nor decorators
+        if node.name not in ("extra_repr", "__repr__"):
+            for part in (*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body):
+                self.visit(part)
+
+    def visit_ClassDef(self, node):
+        for part in node.body:
+            self.visit(part)
+
+    def visit_Raise(self, node):
+        """Whether it is raised is its condition's matter."""
+
+    visit_JoinedStr = visit_Import = visit_ImportFrom = visit_Raise
+
+
+def changed(source: str, node: ast.AST, new: str) -> str:
+    lines = source.splitlines(keepends=True)
+    line = lines[node.lineno - 1].encode()
+    new = new if isinstance(node, ast.stmt) or not new else f"({new})" if " " in new else new
+    lines[node.lineno - 1] = (line[: node.col_offset] + new.encode() + line[node.end_col_offset :]).decode()
+    return "".join(lines)
+
+
+def drawn(files, count: int, seed: int):
+    """(file, number of the line, source with the change), and from how many they were drawn."""
+    sources = {file: (ROOT / file).read_text(encoding="utf-8") for file in files}
+    sites = [(file, *site) for file, source in sources.items() for site in Sites(source).found]
+    found = []
+    for file, node, new in random.Random(seed).sample(sites, len(sites)):
+        text = changed(sources[file], node, new)
+        try:
+            if ast.dump(ast.parse(text)) != ast.dump(ast.parse(sources[file])):
+                found.append((file, node.lineno, text))
+        except SyntaxError:
+            continue
+        if len(found) == count:
+            break
+    return found, len(sites)
+
+
+def first_failure(tree: Path, file: str) -> str | None:
+    """The test that fails with the tree as it is; None if all of the file's pass.
+
+    In a fork of this process, which has imported what takes seconds; the package itself it imports from the tree.
+    """
+    tests = [str(tree / "tests" / name) for name in TESTS[file] if "/test_" in name]
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if child == 0:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            os.nice(5)
+            resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+            os.environ["PYTHONPATH"] = str(tree.parent)
+            sys.path.insert(0, str(tree.parent))
+            os.chdir(tree)
+            os._exit(pytest.main(["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *tests]))
+        _, status = os.waitpid(child, 0)
+        output.seek(0)
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output.read(), re.M)
+    if status == 0:
+        return None
+    return failed[1] if failed else f"ended with {os.waitstatus_to_exitcode(status)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("files", nargs="*", help="draw from these alone")
+    parser.add_argument("-n", type=int, default=60, help="how many changes")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    arguments = parser.parse_args()
+    names = [file for file in TESTS if file.rpartition("/")[0] in FOLDERS and not LEFT_OUT.search(file)]
+    changes, number = drawn(arguments.files or names, arguments.n, arguments.seed)
+    print(f"{len(changes)} of {number} changes, seed {arguments.seed}", flush=True)
+    survivors, made, caught = [], Counter(), Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "kimi_k3"
+        listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+        for name in listed.splitlines():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, tree / name)
+        for file, number, text in changes:
+            source, started = (tree / file).read_text(encoding="utf-8"), time.monotonic()
+            (tree / file).write_text(text, encoding="utf-8")
+            failure = first_failure(tree, file)
+            (tree / file).write_text(source, encoding="utf-8")
+            area = file.rpartition("/")[0] or "root"
+            made[area] += 1
+            caught[area] += failure is not None
+            before, after = (lines.splitlines()[number - 1].strip() for lines in (source, text))
+            told = f"{file}:{number}\n    - {before}\n    + {after}"
+            if failure is None:
+                survivors.append(told)
+            seconds = time.monotonic() - started
+            print(f"{'SURVIVED' if failure is None else 'caught'} {seconds:4.0f} s {told}", flush=True)
+            print(f"    {failure}" if failure else "", flush=True)
+    for area in sorted(made):
+        print(f"{area:12s} {caught[area]:3d} of {made[area]:3d}")
+    print(f"{'all':12s} {caught.total():3d} of {made.total():3d}")
+    print("\n".join(["", *survivors]))
+    return 0 if 10 * caught.total() >= 9 * made.total() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

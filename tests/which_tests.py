@@ -1,0 +1,159 @@
+"""Which tests belong to a source file: those that should notice that it is wrong, the quickest and likeliest first.
+
+`make mutants` runs them in this order, and `test_which_tests.py` keeps the table true.
+"""
+
+GOLDEN = "model/test_golden.py"
+EQUATIONS = "model/test_equations.py"
+CONTRACT = "model/test_forward_contract.py"
+CONFIGURATION = "model/test_configuration.py"
+CHECKPOINT = "model/test_checkpoint.py"
+INITIALISATION = "model/test_initialisation.py"
+GENERATION = "cache/test_generation.py"
+SNAPSHOTS = "cache/test_snapshots.py"
+ROLLBACK = "cache/test_rollback.py"
+STATIC = "cache/test_static_cache.py"
+MATRIX = "cache/test_generation_matrix.py"
+OPS = "operations/test_ops.py"
+KDA = "operations/test_kda.py"
+KDA_TRITON = "operations/test_kda_triton.py"
+MODEL_KERNELS = "model/test_model_kernels.py"
+COMPILES = "operations/test_triton_compiles.py"
+CLI = "project/test_cli.py"
+EVAL = "eval/test_eval.py"
+EVAL_SUITE = "eval/test_eval_suite.py"
+CONVERSION = "conversion/test_conversion.py"
+RESUME = "conversion/test_conversion_resume.py"
+PREFIX = "serving/test_prefix_cache.py"
+TIERS = "serving/test_tiers.py"
+SERVER = "serving/test_server.py"
+COST = "costs/test_cost.py"
+REPLAY = "costs/test_replay.py"
+TEXT_RUNS = "training/test_text_training.py"
+RECIPE = "recipes/test_small.py"
+CUT_ROWS = "parallel/test_context_parallel.py"
+TENSOR_PARALLEL = "parallel/test_tensor_parallel.py"
+
+TESTS = {
+    "__init__.py": ("project/test_imports.py", CONFIGURATION, "model/test_remote_code.py"),
+    "__main__.py": ("project/test_imports.py", CLI),
+    "cache_kimi_k3.py": (SNAPSHOTS, GENERATION, STATIC, ROLLBACK, "model/test_devices.py", MATRIX),
+    "cache_layers_kimi_k3.py": (SNAPSHOTS, GENERATION, STATIC, "model/test_devices.py", ROLLBACK, MATRIX),
+    "checkpoint_kimi_k3.py": (CHECKPOINT, INITIALISATION, CONVERSION, "model/test_remote_code.py"),
+    "configuration_kimi_k3.py": (CONFIGURATION, INITIALISATION, "common_suite/run.py", CHECKPOINT),
+    "distributed_kimi_k3.py": (TENSOR_PARALLEL, "model/test_devices.py"),
+    "generation_kimi_k3.py": (GENERATION, ROLLBACK, STATIC, MATRIX),
+    "graph_kimi_k3.py": ("cache/test_graph.py", STATIC),
+    "kernels_kimi_k3.py": ("project/test_imports.py", GOLDEN, "model/test_remote_code.py"),
+    "layers_kimi_k3.py": (
+        EQUATIONS, GOLDEN, INITIALISATION, GENERATION, "model/test_attention_implementations.py", CONTRACT, ROLLBACK,
+        "training/test_training.py", STATIC, MODEL_KERNELS,
+    ),
+    "modeling_kimi_k3.py": (
+        EQUATIONS, GOLDEN, CONTRACT, GENERATION, "cache/test_long_generation.py", CHECKPOINT, INITIALISATION,
+        "operations/test_cross_entropy.py", "training/test_training.py", "model/test_remote_code.py",
+    ),
+    "packing_kimi_k3.py": (CONTRACT, "model/test_attention_implementations.py", "training/test_training.py", SNAPSHOTS),
+    "remote_code_kimi_k3.py": ("model/test_remote_code.py", CONVERSION),
+    "rollback_kimi_k3.py": (ROLLBACK, SNAPSHOTS, PREFIX),
+    "vision_kimi_k3.py": (CHECKPOINT, CONVERSION, INITIALISATION),
+    "cli/__init__.py": (CLI,),
+    "cli/common.py": (CLI,),
+    "cli/generate.py": (CLI,),
+    "conversion/__init__.py": (CONVERSION,),
+    "conversion/adapters.py": ("conversion/test_conversion_adapters.py",),
+    "conversion/commands.py": (CONVERSION, RESUME),
+    "conversion/inventory.py": (CONVERSION, RESUME),
+    "conversion/plan.py": (CONVERSION, RESUME, "conversion/test_gguf.py"),
+    "conversion/run.py": (RESUME, CONVERSION),
+    "conversion/source.py": (CONVERSION, RESUME),
+    "conversion/steps.py": (CONVERSION, RESUME),
+    "conversion/verify.py": (CONVERSION, RESUME),
+    "costs/__init__.py": (COST,),
+    "costs/commands.py": (COST, REPLAY),
+    "costs/curves.py": (COST, REPLAY),
+    "costs/formulas.py": (COST, REPLAY),
+    "costs/report.py": (COST,),
+    "costs/simulation.py": (REPLAY, COST),
+    "costs/trace.py": (REPLAY,),
+    "eval/__init__.py": (EVAL,),
+    "eval/commands.py": (EVAL,),
+    "eval/cost.py": ("eval/test_eval_cost.py",),
+    "eval/endpoint.py": (EVAL,),
+    "eval/harness.py": ("eval/test_eval_harness.py",),
+    "eval/haystack.py": (EVAL_SUITE, EVAL),
+    "eval/memory.py": ("eval/test_eval_cost.py", EVAL),
+    "eval/reader.py": (EVAL_SUITE, EVAL),
+    "eval/report.py": (EVAL,),
+    "eval/run.py": (EVAL,),
+    "eval/sizing.py": (EVAL_SUITE,),
+    "eval/suite.py": (EVAL_SUITE, EVAL),
+    "eval/tasks/recall_utils.py": ("eval/test_eval_harness.py",),
+    "eval/words.py": (EVAL_SUITE, EVAL),
+    "kernels/attn_res.py": (OPS, "operations/test_attn_res_triton.py", GOLDEN, "model/test_memory.py"),
+    "kernels/attn_res_triton.py": ("operations/test_attn_res_triton.py", COMPILES),
+    "kernels/cross_entropy.py": ("operations/test_cross_entropy.py",),
+    "kernels/dispatch.py": ("operations/test_dispatch.py", "operations/test_router_triton.py", MODEL_KERNELS),
+    "kernels/expert_rows_triton.py": ("operations/test_expert_rows_triton.py", COMPILES),
+    "kernels/experts.py": (
+        OPS, "operations/test_expert_rows_triton.py", INITIALISATION, "operations/test_experts_triton.py",
+        "training/test_training.py",
+    ),
+    "kernels/experts_few_gluon.py": ("operations/test_experts_triton.py", COMPILES),
+    "kernels/experts_gluon.py": ("operations/test_experts_triton.py", COMPILES),
+    "kernels/experts_triton.py": ("operations/test_inline_ptx.py", "operations/test_experts_triton.py", COMPILES),
+    "kernels/gluon_tools.py": (COMPILES,),
+    "kernels/kda.py": (KDA, GOLDEN, KDA_TRITON),
+    "kernels/kda_backward_triton.py": (KDA_TRITON, COMPILES),
+    "kernels/kda_chunk_triton.py": (KDA_TRITON, COMPILES),
+    "kernels/kda_context.py": (KDA, CUT_ROWS, KDA_TRITON),
+    "kernels/kda_step.py": (KDA, GENERATION, ROLLBACK, KDA_TRITON),
+    "kernels/kda_step_triton.py": (KDA_TRITON, MODEL_KERNELS, COMPILES),
+    "kernels/mla_decode.py": ("operations/test_mla_decode_triton.py", MODEL_KERNELS),
+    "kernels/mla_decode_gluon.py": ("operations/test_mla_decode_triton.py", COMPILES),
+    "kernels/mla_decode_triton.py": ("operations/test_mla_decode_triton.py", COMPILES),
+    "kernels/mla_prefill.py": ("operations/test_mla_prefill.py", "model/test_memory.py"),
+    "kernels/mxfp4.py": (OPS, CONVERSION, "training/test_qat.py"),
+    "kernels/norms.py": (EQUATIONS, "operations/test_norms_triton.py", GOLDEN),
+    "kernels/norms_triton.py": ("operations/test_norms_triton.py", COMPILES),
+    "kernels/router.py": (OPS, "operations/test_router_triton.py", EQUATIONS),
+    "kernels/router_triton.py": ("operations/test_router_triton.py", COMPILES),
+    "kernels/short_conv.py": (OPS, KDA_TRITON, GENERATION),
+    "kernels/short_conv_triton.py": (KDA_TRITON, COMPILES),
+    "kernels/situ.py": (OPS, "operations/test_situ_triton.py", EQUATIONS),
+    "kernels/situ_triton.py": ("operations/test_situ_triton.py", COMPILES),
+    "kernels/triton_tools.py": (COMPILES, "operations/test_dispatch.py", "operations/test_situ_triton.py"),
+    "parallel/__init__.py": (CUT_ROWS,),
+    "parallel/context.py": (CUT_ROWS,),
+    "parallel/sharding.py": ("parallel/test_sharding.py",),
+    "parallel/wire.py": (TENSOR_PARALLEL, CUT_ROWS),
+    "serving/__init__.py": (SERVER,),
+    "serving/commands.py": (PREFIX, SERVER),
+    "serving/engine.py": (SERVER,),
+    "serving/prefix_cache.py": (PREFIX, SERVER),
+    "serving/prefix_folder.py": (PREFIX,),
+    "serving/prefix_index.py": (PREFIX,),
+    "serving/replay.py": (REPLAY,),
+    "serving/server.py": (SERVER,),
+    "serving/tiers.py": (TIERS, PREFIX),
+    "speculative/__init__.py": ("speculative/test_speculative.py",),
+    "speculative/decoding.py": ("speculative/test_speculative.py",),
+    "speculative/draft.py": ("speculative/test_speculative.py",),
+    "speculative/training.py": ("speculative/test_speculative.py",),
+    "training/__init__.py": ("training/test_muon.py", "training/test_lora.py"),
+    "training/balancing.py": ("training/test_balancing.py",),
+    "training/commands.py": (TEXT_RUNS,),
+    "training/lora.py": ("training/test_lora.py", "training/test_trl.py", "conversion/test_conversion_adapters.py"),
+    "training/muon.py": ("training/test_muon.py",),
+    "training/qat.py": ("training/test_qat.py", RECIPE),
+    "training/state_file.py": (TEXT_RUNS,),
+    "training/text_data.py": (TEXT_RUNS,),
+    "training/text_run.py": (TEXT_RUNS,),
+    "recipes/small/corpus.py": (RECIPE,),
+    "recipes/small/data.py": (RECIPE,),
+    "recipes/small/episodes.py": (RECIPE,),
+    "recipes/small/measure.py": (RECIPE, "model/test_small_checkpoint.py"),
+    "recipes/small/model.py": (RECIPE, "model/test_small_checkpoint.py"),
+    "recipes/small/tokenizer.py": (RECIPE,),
+    "recipes/small/train.py": (RECIPE,),
+}  # fmt: skip
