@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 
 from .cache_layers_kimi_k3 import KDACacheLayer, LatentCacheLayer, StaticKDACacheLayer, StaticLatentCacheLayer
 
@@ -30,7 +30,7 @@ _NOT_COMPUTATION = (
 )  # fmt: skip
 
 
-def model_fingerprint(model: torch.nn.Module) -> str:
+def model_fingerprint(model: PreTrainedModel) -> str:
     """Hex digest of what makes states comparable: the config's computation and the backbone's parameters.
 
     Of each parameter a sample and the sum of its bytes; weights that are offloaded count by name and shape only.
@@ -77,6 +77,8 @@ class HybridCache(Cache):
         >>> model(input_ids, past_key_values=cache)  # or cache=cache
         >>> cache.get_seq_length(), cache.nbytes
     """
+
+    layers: list[Any]  # of the four classes in `cache_layers_kimi_k3.py`; whoever takes one says of which kind
 
     def __init__(self, config: Any, max_length: int | None = None, offload: bool = False):
         if max_length is not None and offload:
@@ -141,18 +143,21 @@ class HybridCache(Cache):
         Raises:
             ValueError: for a column at which no state was kept, and for an earlier one of static shapes.
         """
-        column = None if column is None else int(column)
-        earlier = column is not None and column != self.get_seq_length()
-        if earlier and self.is_compileable:
+        earlier = None if column is None or int(column) == self.get_seq_length() else int(column)
+        if earlier is not None:
+            self._check_kept(earlier)
+        forked = copy.copy(self)
+        forked.layers = [layer.fork() if earlier is None else layer.fork_at(earlier) for layer in self.layers]
+        forked.real = None
+        forked._replace_real(self.real if earlier is None or self.real is None else self.real[:, :earlier])
+        return forked
+
+    def _check_kept(self, column: int) -> None:
+        if self.is_compileable:
             raise ValueError(_ONE_STATE)
-        for layer in self.layers if earlier else ():
+        for layer in self.layers:
             if not (column in layer.snapshots if isinstance(layer, KDACacheLayer) else 0 < column <= layer.seq_length):
                 raise ValueError(f"no state was kept at column {column}: call keep_states before the forward")
-        forked = copy.copy(self)
-        forked.layers = [layer.fork_at(column) if earlier else layer.fork() for layer in self.layers]
-        forked.real = None
-        forked._replace_real(self.real if not earlier or self.real is None else self.real[:, :column])
-        return forked
 
     def restore(self, snapshot: "HybridCache") -> None:
         """Return to the boundary of a snapshot, which stays usable."""
@@ -279,14 +284,14 @@ class HybridCache(Cache):
         if self.real is not None:
             self._replace_real(self.real.repeat_interleave(repeats, dim=0))
 
-    def to(self, device) -> "HybridCache":
+    def to(self, device: torch.device | str) -> "HybridCache":
         """Move every layer, in place. (A model on several devices fills each layer on that layer's device.)"""
         for layer in self.layers:
             layer.to(device)
         self.real = None if self.real is None else self.real.to(device)
         return self
 
-    def save(self, path: str | os.PathLike, model: torch.nn.Module) -> None:
+    def save(self, path: str | os.PathLike, model: PreTrainedModel) -> None:
         """Write the cache as one safetensors file with its token boundary and the model's fingerprint.
 
         What a recording cache keeps for `crop` is not written.
@@ -312,7 +317,9 @@ class HybridCache(Cache):
         save_file(tensors, path, metadata=metadata)
 
     @classmethod
-    def load(cls, path: str | os.PathLike, model: torch.nn.Module, device=None) -> "HybridCache":
+    def load(
+        cls, path: str | os.PathLike, model: PreTrainedModel, device: torch.device | str | None = None
+    ) -> "HybridCache":
         """Read a cache that `save` wrote, for the same model.
 
         Args:

@@ -8,14 +8,17 @@ transformers reads the text of this file to learn what a model supports. The rou
 
 import copy
 import math
+import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.core_model_loading import WeightTransform
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import is_flash_attention_requested
@@ -44,9 +47,10 @@ from .layers_kimi_k3 import (
     KimiK3RMSNormGated,
     KimiK3ShortConvolution,
     KimiK3TopkRouter,
+    Mask,
     run_layers,
 )
-from .packing_kimi_k3 import Packing, causal_mask, find_packing, packed_offsets
+from .packing_kimi_k3 import Packing, StepPacking, causal_mask, find_packing, packed_offsets
 from .remote_code_kimi_k3 import auto_map, copy_code
 from .vision_kimi_k3 import KimiK3PositionTable, KimiK3Projector, KimiK3VisionTower
 
@@ -54,7 +58,8 @@ logger = logging.get_logger(__name__)
 
 
 class KimiK3PreTrainedModel(PreTrainedModel):
-    config_class = KimiK3TextConfig
+    config: KimiK3TextConfig | KimiK3Config
+    config_class: type[PreTrainedConfig] = KimiK3TextConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["KimiK3DecoderLayer"]
@@ -70,7 +75,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
     _fp32_of_bounded_gate = ["q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "e_score_correction_bias"]
 
-    def __init__(self, config, *inputs, dequantize: bool = False, **kwargs):
+    def __init__(self, config: KimiK3TextConfig | KimiK3Config, *inputs: Any, dequantize: bool = False, **kwargs: Any):
         if dequantize:
             config = copy.deepcopy(config)  # the caller's config still describes the packed checkpoint
         text_config = config.get_text_config(decoder=True)
@@ -83,12 +88,12 @@ class KimiK3PreTrainedModel(PreTrainedModel):
             self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, *self._fp32_of_bounded_gate]
         self._weight_conversions = self._conversions()
 
-    def _conversions(self, a_log_file_shape: tuple[int, ...] | None = None):
+    def _conversions(self, a_log_file_shape: tuple[int, ...] | None = None) -> list[WeightTransform]:
         """What saving reverses: a model whose experts were dequantized is saved in floating point."""
         storage = "float" if self.expert_storage == "dequantize" else self.expert_storage
         return weight_conversions(self.config, storage, a_log_shape=a_log_file_shape)
 
-    def get_correct_experts_implementation(self, requested_experts):
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         # Our own grouped path by default; transformers would pick grouped_mm, which has no packed experts.
         if self.config.get_text_config(decoder=True).expert_quantization is not None:
             if requested_experts not in (None, "eager"):
@@ -98,18 +103,21 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                 )
         return super().get_correct_experts_implementation(requested_experts or "eager")
 
-    def get_correct_attn_implementation(self, requested_attention, is_init_check: bool = False) -> str:
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         # Other registered functions (paged ones, a user's) would not be given the masks that they need.
-        known = requested_attention in (None, "eager", "sdpa", "flex_attention")
         flash = is_flash_attention_requested(requested_attention_implementation=requested_attention)
-        if not known and (not flash or requested_attention.startswith("paged|")):
+        if (
+            requested_attention is not None
+            and requested_attention not in ("eager", "sdpa", "flex_attention")
+            and (not flash or requested_attention.startswith("paged|"))
+        ):
             raise ValueError(
                 f"Specified `attn_implementation=\"{requested_attention}\"` is not supported: use 'eager', 'sdpa', "
                 "'flash_attention_2' or 'flex_attention'"
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
-    def requires_grad_(self, requires_grad: bool = True):
+    def requires_grad_(self, requires_grad: bool = True) -> "KimiK3PreTrainedModel":
         """As in torch, but packed bytes stay as they are: they have no gradient."""
         for parameter in self.parameters():
             if parameter.is_floating_point():
@@ -117,7 +125,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         return self
 
     @classmethod
-    def maybe_distribute_model(cls, model, distributed_config, mesh):
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh: Any) -> Any:
         """transformers' step between building a model and loading it, after the sizes were checked."""
         if mesh is not None:
             check_fit(model, distributed_config)
@@ -137,14 +145,14 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         model._weight_conversions = model._conversions(a_log_shape(checkpoint_files if state_dict is None else None))
         return result
 
-    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As in torch; tensors named and shaped as in a saved folder, which `Trainer` reads to resume, are converted.
 
         Without this they would be refused, or with strict=False skipped: a file has one tensor an expert, say.
         """
         own = self.state_dict()
         if any(name not in own or tensor.shape != own[name].shape for name, tensor in state_dict.items()):
-            read, report = type(self).from_pretrained(
+            loaded: Any = type(self).from_pretrained(
                 None,
                 state_dict=dict(state_dict),
                 config=copy.deepcopy(self.config),
@@ -152,6 +160,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
+            read, report = loaded
             if not (report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]):
                 state_dict = read.state_dict()
             elif any(re.search(r"\.experts\.\d+\.", name) for name in state_dict):
@@ -161,7 +170,9 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                 )
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *args: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
         """transformers' `save_pretrained`, and beside the weights the code that reads them, `kernels/` included."""
         if push_to_hub:
             raise ValueError(
@@ -221,13 +232,16 @@ class KimiK3PreTrainedModel(PreTrainedModel):
 class KimiK3Model(KimiK3PreTrainedModel):
     """The text backbone: embedding, decoder layers, the output mix over depth and the final norm."""
 
+    config: KimiK3TextConfig
+    layers: Sequence[KimiK3DecoderLayer]
     _keys_to_ignore_on_load_unexpected = [r"^(language_model\.)?lm_head\.", r"^vision_tower\.", r"^mm_projector\."]
 
     def __init__(self, config: KimiK3TextConfig, dequantize: bool = False):
         super().__init__(config, dequantize=dequantize)
         config = self.config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=None)
-        self.layers = nn.ModuleList(KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        layers = nn.ModuleList(KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = layers  # type: ignore[assignment]  # torch's annotation of a ModuleList does not say of what
         self.norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.attn_res_block_size is not None:
             self.output_attn_res_norm = KimiK3DepthRMSNorm(config.hidden_size)
@@ -251,7 +265,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         output_router_logits: bool | None = None,
         cache: HybridCache | None = None,
         context: Any = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> MoeModelOutputWithPast:
         """
         Args:
@@ -286,7 +300,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             "attentions": output_attentions,
             "router_logits": self.config.output_router_logits if output_router_logits is None else output_router_logits,
         }
-        collected = {name: () for name, is_wanted in wanted.items() if is_wanted}
+        collected: dict[str, tuple[torch.Tensor, ...]] = {name: () for name, is_wanted in wanted.items() if is_wanted}
         finite = [torch.isfinite(embeds).all()] if self.check_finite else None
 
         def observe(stream, **values):
@@ -314,9 +328,10 @@ class KimiK3Model(KimiK3PreTrainedModel):
             self._raise_where_not_finite(torch.stack([flag.to(finite[0].device) for flag in finite]).tolist())
         if "hidden_states" in collected:
             collected["hidden_states"] += (hidden_states,)
-        return KimiK3ModelOutput(last_hidden_state=hidden_states, **{CACHE_ARGUMENT: cache}, **collected)
+        results: dict[str, Any] = {CACHE_ARGUMENT: cache, **collected}
+        return KimiK3ModelOutput(last_hidden_state=hidden_states, **results)
 
-    def _embedded(self, input_ids, inputs_embeds) -> torch.Tensor:
+    def _embedded(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         """What enters the first layer, [B, T, hidden]."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -327,7 +342,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             raise ValueError(f"the input has shape {tuple(entered.shape)}, expected {form} with a token at least")
         return inputs_embeds
 
-    def _cache_to_fill(self, cache, packing) -> HybridCache | None:
+    def _cache_to_fill(self, cache: HybridCache | None, packing: Packing | StepPacking | None) -> HybridCache | None:
         """The caller's cache, or a new one; None where a forward cannot build one."""
         packed = packing is not None and packing.documents is not None
         if packed and cache is not None:
@@ -347,7 +362,14 @@ class KimiK3Model(KimiK3PreTrainedModel):
             )
         return HybridCache(self.config) if cache is None and not packed else cache
 
-    def _attention_mask(self, embeds, attention_mask, cache, packing, need_weights: bool):
+    def _attention_mask(
+        self,
+        embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: HybridCache | None,
+        packing: Packing | StepPacking | None,
+        need_weights: bool,
+    ) -> Mask:
         """The mask of MLA layers in the form of the attention implementation."""
         if attention_mask is not None and cache is not None:  # a static cache's mask has columns for later tokens
             attention_mask = attention_mask[:, : cache.get_mask_sizes(embeds.shape[1], 0)[0]]
@@ -359,7 +381,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
                 config._attn_implementation = "sdpa"  # eager attention needs the mask itself
         return causal_mask(config, embeds, attention_mask, cache, packing)
 
-    def _reads_in_blocks(self, cache, embeds, need_weights: bool) -> bool:
+    def _reads_in_blocks(self, cache: HybridCache | None, embeds: torch.Tensor, need_weights: bool) -> bool:
         """Whether MLA layers read the cache in blocks of keys: a chunk of tokens behind others, without padding."""
         return (
             cache is not None
@@ -398,7 +420,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         raise FloatingPointError(f"not finite any more after {places[first]}")
 
 
-def _check_mask(attention_mask) -> None:
+def _check_mask(attention_mask: Any) -> None:
     if attention_mask is None:
         return
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
@@ -415,9 +437,11 @@ def _check_mask(attention_mask) -> None:
 class KimiK3ForCausalLM(KimiK3GenerationMixin, KimiK3PreTrainedModel):
     """The text model with its language-model head; reads the text part of a multimodal checkpoint too."""
 
+    config: KimiK3TextConfig
+
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["last_hidden_state"], ["logits"])}
+    _pp_plan: Any = {"lm_head": (["last_hidden_state"], ["logits"])}
     _keys_to_ignore_on_load_unexpected = [r"^vision_tower\.", r"^mm_projector\."]
 
     def __init__(self, config: KimiK3TextConfig, dequantize: bool = False):
@@ -451,7 +475,7 @@ class KimiK3ForCausalLM(KimiK3GenerationMixin, KimiK3PreTrainedModel):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cache: HybridCache | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
         """
         Args:
@@ -471,14 +495,16 @@ class KimiK3ForCausalLM(KimiK3GenerationMixin, KimiK3PreTrainedModel):
             cache=cache,
             **kwargs,
         )
-        logits = loss = None
+        logits: torch.Tensor | None = None
+        loss: torch.Tensor | None = None
         if self.loss_chunk is not None and self.training and labels is not None:
             hidden = outputs.last_hidden_state
             loss = cross_entropy.causal_lm_loss(hidden, self.lm_head, labels, self.loss_chunk, **kwargs)
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        if self.model.check_finite and not torch.isfinite(loss if logits is None else logits).all():
+        results = [each for each in (logits, loss) if each is not None]
+        if self.model.check_finite and not all(torch.isfinite(each).all() for each in results):
             raise FloatingPointError("not finite any more after lm_head")
         if labels is not None and loss is None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -495,17 +521,19 @@ class KimiK3ForCausalLM(KimiK3GenerationMixin, KimiK3PreTrainedModel):
 class KimiK3ForConditionalGeneration(KimiK3GenerationMixin, KimiK3PreTrainedModel):
     """The class that the released checkpoint names. Text works; images are refused until vision is implemented."""
 
+    config: KimiK3Config
     config_class = KimiK3Config
     base_model_prefix = "language_model"
     _image_arguments = ("pixel_values", "pixel_values_videos", "grid_thws", "image_grid_hws", "grid_hws")
 
     def __init__(self, config: KimiK3Config, dequantize: bool = False):
         super().__init__(config, dequantize=dequantize)
-        config = self.config
-        if config.vision_config is not None:
-            self.vision_tower = KimiK3VisionTower(config.vision_config)
-            self.mm_projector = KimiK3Projector(config.vision_config)
-        self.language_model = KimiK3ForCausalLM(config.text_config)
+        text: Any = self.config.text_config  # no dicts: the configuration has made classes of them
+        vision: Any = self.config.vision_config
+        if vision is not None:
+            self.vision_tower = KimiK3VisionTower(vision)
+            self.mm_projector = KimiK3Projector(vision)
+        self.language_model = KimiK3ForCausalLM(text)
         self.post_init()
 
     @property
@@ -517,16 +545,16 @@ class KimiK3ForConditionalGeneration(KimiK3GenerationMixin, KimiK3PreTrainedMode
     def check_finite(self, value: bool) -> None:
         self.language_model.check_finite = value
 
-    def get_input_embeddings(self):
+    def get_input_embeddings(self) -> nn.Module:
         return self.language_model.get_input_embeddings()
 
-    def set_input_embeddings(self, value):
+    def set_input_embeddings(self, value: nn.Module) -> None:
         self.language_model.set_input_embeddings(value)
 
-    def get_output_embeddings(self):
+    def get_output_embeddings(self) -> nn.Module:
         return self.language_model.get_output_embeddings()
 
-    def set_output_embeddings(self, value):
+    def set_output_embeddings(self, value: nn.Module) -> None:
         self.language_model.set_output_embeddings(value)
 
     @can_return_tuple
@@ -541,7 +569,7 @@ class KimiK3ForConditionalGeneration(KimiK3GenerationMixin, KimiK3PreTrainedMode
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cache: HybridCache | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
         """Arguments and result of `KimiK3ForCausalLM.forward`; image arguments raise NotImplementedError."""
         for name in self._image_arguments:

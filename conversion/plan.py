@@ -237,8 +237,8 @@ def _fewer_experts(source: KimiK3TextConfig, count: int) -> dict:
         raise ConversionError(f"--experts {count}: a token uses {source.num_experts_per_token} experts")
     if (source.num_expert_group or 1) > 1 and count != source.num_experts:
         raise ConversionError(
-            f"--experts {count}: the experts are chosen in {source.num_expert_group} groups, and the first so "
-            "many are not a part of every group"
+            f"--experts {count}: the experts are chosen in {source.num_expert_group} groups, and the first {count} are "
+            "not a part of every group"
         )
     return {"num_experts": count}
 
