@@ -44,6 +44,16 @@ if list(inspect.signature(PreTrainedModel._load_pretrained_model).parameters)[:4
     raise ImportError("this transformers release has changed its checkpoint loader; use transformers >=5.17,<=5.24")
 
 
+# What a checkpoint of the family holds, in the words of safetensors and of torch: numbers, and bytes of packed experts.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U8": torch.uint8,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 # (name in the file, safetensors dtype, shape)
 Stored = tuple[str, str, tuple[int, ...]]
 # (packed codes, scales, dtype) -> values
@@ -225,16 +235,7 @@ def released_tensors(model: PreTrainedModel) -> dict[str, tuple[str, tuple[int, 
     # `empty` and not `to`: a tensor that several processes share counts with its whole shape
     tensors = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in model.state_dict().items()}
     tensors = revert_weight_conversion(model, tensors)
-    return {name: (_SAFETENSORS_DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
-
-
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint8: "U8",
-}
+    return {name: (_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
 
 
 def read_header(path: Path) -> tuple[dict[str, dict], int]:
@@ -393,7 +394,7 @@ def _expected(model, expert_storage):
     expected = {}
     for name, tensor in model.state_dict().items():
         if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-            expected[name] = (_SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape))
+            expected[name] = (_NAMES[tensor.dtype], tuple(tensor.shape))
             continue
         prefix = name.rsplit(".", 1)[0]
         experts, rows, columns = tensor.shape

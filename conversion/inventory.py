@@ -88,7 +88,7 @@ PARTS = (
 )  # fmt: skip
 
 
-@without_collector
+@without_collector()
 def take_inventory(folder: Path) -> Inventory:
     """Read a folder's configuration, index and shard headers, and compare them.
 

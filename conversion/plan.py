@@ -155,7 +155,7 @@ def _nbytes(entry: tuple[str, tuple[int, ...]]) -> int:
     return DTYPES[entry[0]].itemsize * math.prod(entry[1])
 
 
-@without_collector
+@without_collector()
 def make_plan(source: Checkpoint, target: Target) -> Plan:
     """Everything that converting `source` into `target` will do.
 

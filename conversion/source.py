@@ -10,7 +10,7 @@ Four forms of one model come apart into the same tensors, by their headers alone
 All forms store rows one after the other, so each plain tensor is one contiguous range of bytes.
 """
 
-import functools
+import contextlib
 import gc
 import json
 import math
@@ -21,8 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from transformers.modeling_utils import local_torch_dtype
 
 from ..checkpoint_kimi_k3 import (
+    DTYPES,
     NATIVE_DENSE_MLP,
     apply_renamings,
     check_tensors,
@@ -38,29 +40,18 @@ class ConversionError(ValueError):
     """A checkpoint or a request that cannot be converted; the text names the tensor, file or option."""
 
 
-def without_collector(function):
-    """`function` with Python's cycle collector off: it would walk half a million tensors again and again."""
-
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if enabled:
-                gc.enable()
-
-    return wrapper
+@contextlib.contextmanager
+def without_collector():
+    """Python's cycle collector off: it would walk half a million tensors again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "U8": torch.uint8,
-}
 # Bytes of a number; the other types of safetensors are known by size alone, for tensors that are left out.
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | dict(
     I64=8, U64=8, C64=8, I32=4, U32=4, I16=2, U16=2, I8=1, BOOL=1, F8_E4M3=1, F8_E5M2=1
@@ -69,6 +60,12 @@ INDEX = "model.safetensors.index.json"
 # The matrices of an expert that one fused tensor of ours or of transformers holds, in the order of its rows.
 FUSED_EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 FUSED_CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+VISION = ("vision_tower.", "mm_projector.")  # what plain names of tower and projector start with
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, [nbytes]."""
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 class FileBytes:
@@ -98,7 +95,7 @@ class TensorBytes:
 
     def __init__(self, path: Path, tensor: torch.Tensor):
         self.path = path
-        self._bytes = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        self._bytes = memoryview(raw(tensor).numpy())
 
     def read_into(self, view: memoryview, offset: int) -> None:
         view[:] = self._bytes[offset : offset + len(view)]
@@ -140,15 +137,35 @@ class Stored:
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows [start, stop), read now. A scalar counts as one row."""
-        part = (self if self.shape else self.view((1,))).rows(start, stop if stop is not None else self._length)
+        part = self if self.shape else self.view((1,))
+        part = part.rows(start, part.shape[0] if stop is None else stop)
         tensor = torch.empty(part.shape, dtype=DTYPES[self.dtype])
         if tensor.numel():
-            self.source.read_into(memoryview(tensor.flatten().view(torch.uint8).numpy()), part.offset)
+            self.source.read_into(memoryview(raw(tensor).numpy()), part.offset)
         return tensor if self.shape else tensor[0]
 
-    @property
-    def _length(self) -> int:
-        return self.shape[0] if self.shape else 1
+
+def same_bytes(one: Stored, other: Stored, start: int, stop: int) -> bool:
+    """Whether rows [start, stop) of two tensors are stored alike."""
+    return torch.equal(raw(one.read(start, stop)), raw(other.read(start, stop)))
+
+
+def matrices(tensors: dict[str, Stored]) -> dict[str, tuple[Stored, ...]]:
+    """Plain name of every matrix -> the tensors that hold its values: one, or packed codes and their scales."""
+    parts = {}
+    for name, stored in tensors.items():
+        if name.endswith(".weight_packed"):
+            matrix = name.removesuffix("_packed")
+            parts[matrix] = (stored, tensors[f"{matrix}_scale"])
+        elif not name.endswith(".weight_scale"):
+            parts[name] = (stored,)
+    return parts
+
+
+def shape_of(parts: tuple[Stored, ...]) -> tuple[int, ...]:
+    """The shape of a matrix: two codes are packed in a byte."""
+    shape = parts[0].shape
+    return (*shape[:-1], shape[-1] * 2) if len(parts) == 2 else shape
 
 
 @dataclass
@@ -202,13 +219,8 @@ def read_config(folder: Path) -> KimiK3Config | KimiK3TextConfig:
 def expected_tensors(config: KimiK3Config | KimiK3TextConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Released name -> (dtype, shape) of every tensor of a bfloat16 model of this configuration, in its own layout."""
     model_class = KimiK3ForConditionalGeneration if isinstance(config, KimiK3Config) else KimiK3ForCausalLM
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            tensors = released_tensors(model_class(config))
-    finally:
-        torch.set_default_dtype(default)
+    with local_torch_dtype(torch.bfloat16), torch.device("meta"):
+        tensors = released_tensors(model_class(config))
     if config.tie_word_embeddings:  # a file has one tensor for both
         tensors = {name: entry for name, entry in tensors.items() if plain_name(name) != "lm_head.weight"}
     return tensors
@@ -356,7 +368,7 @@ def plain_tensors(stored: Stored, experts: int) -> Iterator[tuple[str, Stored]]:
         yield name, stored
 
 
-@without_collector
+@without_collector()
 def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False, drop_foreign: bool = False) -> Checkpoint:
     """Find and check every tensor of a folder; of the data only `A_log` and a tied head's copy are read.
 
@@ -413,12 +425,9 @@ def _drop_tied_head(tensors, expected):
     head, embedding = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
     if head is None or embedding is None or "lm_head.weight" in expected:
         return
-    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
-    step = max(1, PIECE // max(1, head.row_bytes))
-    if not same or not all(
-        torch.equal(head.read(i, j).view(torch.uint8), embedding.read(i, j).view(torch.uint8))
-        for i, j in pieces(head.shape[0], step)
-    ):
+    alike = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
+    rows = pieces(head.shape[0], max(1, PIECE // max(1, head.row_bytes)))
+    if not alike or not all(same_bytes(head, embedding, start, stop) for start, stop in rows):
         raise ConversionError(
             f"tie_word_embeddings is true, but {head.name} differs from {embedding.name}: set it to false"
         )

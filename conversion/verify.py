@@ -5,7 +5,6 @@ experts are compared by value.
 """
 
 import math
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +15,18 @@ from tqdm import tqdm
 from ..configuration_kimi_k3 import KimiK3TextConfig, KimiK3VisionConfig
 from ..kernels.mxfp4 import dequantize_mxfp4
 from ..modeling_kimi_k3 import KimiK3ForCausalLM
-from .source import Checkpoint, ConversionError, Stored, expected_tensors, open_checkpoint, pieces
+from .source import (
+    VISION,
+    Checkpoint,
+    ConversionError,
+    Stored,
+    expected_tensors,
+    matrices,
+    open_checkpoint,
+    pieces,
+    same_bytes,
+    shape_of,
+)
 from .steps import VALUES
 
 # Fields of a configuration that do not change what the model computes.
@@ -68,7 +78,7 @@ def verify(
     both = [open_checkpoint(folder) for folder in (a, b)]
     result = Comparison()
     _compare_configurations(*both, text_only, result)
-    tensors = [_values(checkpoint, text_only) for checkpoint in both]
+    tensors = [_matrices(checkpoint, text_only) for checkpoint in both]
     for folder, here, there in ((b, *tensors), (a, *reversed(tensors))):
         if lacking := [name for name in here if name not in there]:
             more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
@@ -92,27 +102,9 @@ def _compare_configurations(a: Checkpoint, b: Checkpoint, text_only: bool, resul
                 result.differences.append(f"{name} is {one!r} in {a.folder} and {other!r} in {b.folder}")
 
 
-_PAIR = re.compile(r"(\.experts\.\d+\.w[123]\.weight)_(packed|scale)$")
-
-
-def _values(checkpoint: Checkpoint, text_only: bool) -> dict[str, tuple[Stored, ...]]:
-    """Plain name of a matrix -> the tensors that hold it: one, or codes and scales."""
-    values = {}
-    for name, stored in checkpoint.tensors.items():
-        if text_only and name.startswith(("vision_tower.", "mm_projector.")):
-            continue
-        match = _PAIR.search(name)
-        if match is None:
-            values[name] = (stored,)
-        elif match[2] == "packed":
-            base = name.removesuffix("_packed")
-            values[base] = (stored, checkpoint.tensors[f"{base}_scale"])
-    return values
-
-
-def _shape(parts):
-    shape = parts[0].shape
-    return (*shape[:-1], shape[-1] * 2) if len(parts) == 2 else shape
+def _matrices(checkpoint: Checkpoint, text_only: bool) -> dict[str, tuple[Stored, ...]]:
+    left_out = VISION if text_only else ()
+    return matrices({name: stored for name, stored in checkpoint.tensors.items() if not name.startswith(left_out)})
 
 
 def _read(parts, start, stop):
@@ -126,20 +118,15 @@ def _error(one, other):
 
 
 def _compare_tensor(name, a, b, tolerance, result):
-    shape = _shape(a)
-    if shape != _shape(b):
-        result.differences.append(f"{name} has shape {list(shape)} and {list(_shape(b))}")
+    shape = shape_of(a)
+    if shape != shape_of(b):
+        result.differences.append(f"{name} has shape {list(shape)} and {list(shape_of(b))}")
         return
     same_format = [part.dtype for part in a] == [part.dtype for part in b]
     largest, wrong_zero = 0.0, False
     rows = shape[0] if shape else 1
     for start, stop in pieces(rows, max(1, VALUES // max(1, math.prod(shape[1:])))):
-        if same_format and all(
-            torch.equal(
-                x.read(start, stop).reshape(-1).view(torch.uint8), y.read(start, stop).reshape(-1).view(torch.uint8)
-            )
-            for x, y in zip(a, b, strict=True)
-        ):
+        if same_format and all(same_bytes(*pair, start, stop) for pair in zip(a, b, strict=True)):
             continue
         one, other = _read(a, start, stop).double(), _read(b, start, stop).double()
         error = _error(one, other)
@@ -161,7 +148,7 @@ def _compare_tensor(name, a, b, tolerance, result):
 def _compare_logits(both, seed, tolerance, result) -> str:
     if not result.same:
         return "not compared: the models differ"
-    needed = sum(4 * math.prod(_shape(parts)) for parts in _values(both[0], True).values())
+    needed = sum(4 * math.prod(shape_of(parts)) for parts in _matrices(both[0], True).values())
     available = psutil.virtual_memory().available
     if 2 * needed > available:
         return f"not compared: a float32 model takes {needed:,} bytes twice while it loads, {available:,} are free"
