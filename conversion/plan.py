@@ -12,20 +12,23 @@ from dataclasses import dataclass, field
 
 from ..checkpoint_kimi_k3 import plain_name
 from ..configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
+from ..kernels.mxfp4 import GROUP
 from .source import (
     DTYPES,
     FUSED_CONVOLUTIONS,
     FUSED_EXPERTS,
+    VISION,
     Checkpoint,
     ConversionError,
     Stored,
     expected_tensors,
+    matrices,
+    shape_of,
     without_collector,
 )
 
 LAYOUTS = ("released", "flat", "native")
 EXPERTS = {"bf16": "BF16", "fp32": "F32", "mxfp4": "U8"}
-GROUP = 32
 
 # The released model's section; which linears are packed is told by the tensors, not by these patterns.
 MXFP4_SECTION = {
@@ -173,7 +176,7 @@ def make_plan(source: Checkpoint, target: Target) -> Plan:
         raise ConversionError(f"transformers' kimi_linear has no place for {', '.join(reasons)}")
     config = _wrapped(source.config, text, target)
     tensors = _chosen(source, target)
-    shards = _split(_groups(tensors, source.text_config, config, text, target), target.shard_size)
+    shards = _split(_groups(tensors, config, target), target.shard_size)
     return Plan(_written(source, config, target), shards)
 
 
@@ -222,11 +225,8 @@ def _fewer_layers(source: KimiK3TextConfig, first: int, last: int) -> dict:
     linear = dict(source.linear_attn_config)
     for name in ("kda_layers", "full_attn_layers"):  # counted from 1
         linear[name] = [i - first for i in linear[name] if first < i <= last + 1]
-    dense = 0
-    for kind in source.mlp_layer_types[first : last + 1]:
-        if kind == "sparse":
-            break
-        dense += 1
+    kinds = source.mlp_layer_types[first : last + 1]
+    dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
     return {"num_hidden_layers": last - first + 1, "linear_attn_config": linear, "first_k_dense_replace": dense}
 
 
@@ -268,9 +268,8 @@ def _wrapped(source, text: KimiK3TextConfig, target: Target):
         if nested and source.vision_config is not None and not target.text_only:
             raise ConversionError("this target is flat and holds text only: --text-only leaves the vision tower out")
         return text
-    values = source.to_dict() if nested else {}
     if nested:
-        values["text_config"] = text.to_dict()
+        values = source.to_dict() | {"text_config": text.to_dict()}
         values.pop("quantization_config", None)
         if target.text_only:
             values.pop("vision_config", None)
@@ -285,9 +284,8 @@ def _wrapped(source, text: KimiK3TextConfig, target: Target):
 
 
 def _dtype(config):
-    return str(getattr(config, "dtype", None) or config.get_text_config(decoder=True).dtype or "bfloat16").removeprefix(
-        "torch."
-    )
+    dtype = getattr(config, "dtype", None) or config.get_text_config(decoder=True).dtype or "bfloat16"
+    return str(dtype).removeprefix("torch.")
 
 
 def _written(source: Checkpoint, config, target: Target) -> dict | None:
@@ -296,15 +294,13 @@ def _written(source: Checkpoint, config, target: Target) -> dict | None:
     values = config.to_diff_dict()
     values["dtype"] = _dtype(source.config)
     values.pop("auto_map", None)  # names classes of the folder that it came from
+    if isinstance(config, KimiK3Config):
+        values["architectures"] = ["KimiK3ForConditionalGeneration"]
+    else:  # the family with the softplus gate has the name by which other engines know it
+        values["architectures"] = ["KimiLinearForCausalLM" if config.has_softplus_gate else "KimiK3ForCausalLM"]
     if target.layout == "native":
-        values["architectures"] = ["KimiLinearForCausalLM"]
         values |= {"layer_types": config.layer_types, "mlp_layer_types": config.mlp_layer_types}
         values |= {"model_max_length": config.max_position_embeddings}
-    else:
-        nested = isinstance(config, KimiK3Config)
-        values["architectures"] = ["KimiK3ForConditionalGeneration" if nested else "KimiK3ForCausalLM"]
-        if config.get_text_config(decoder=True).has_softplus_gate and not nested:
-            values["architectures"] = ["KimiLinearForCausalLM"]  # the name under which other engines know this family
     return values
 
 
@@ -317,12 +313,12 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.(w[123])\.weight(_packed|_scale)?$")
 def _chosen(source: Checkpoint, target: Target) -> dict[str, Stored]:
     """The source's tensors that go into the target, under the target's layer numbers."""
     first, last = target.layers or (0, source.text_config.num_hidden_layers - 1)
+    left_out = VISION if target.text_only or target.layout != "released" else ()
     experts = target.experts
     chosen = {}
     for name, stored in source.tensors.items():
-        if target.text_only or target.layout != "released":
-            if name.startswith(("vision_tower.", "mm_projector.")):
-                continue
+        if name.startswith(left_out):
+            continue
         if match := _LAYER.match(name):
             layer = int(match[1])
             if not first <= layer <= last:
@@ -337,45 +333,30 @@ def _chosen(source: Checkpoint, target: Target) -> dict[str, Stored]:
     return chosen
 
 
-@dataclass
-class _Group:
-    """Tensors that one shard must hold together, and their steps."""
-
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
-    steps: list[Step]
-
-
-def _groups(tensors: dict[str, Stored], source_text, config, text, target: Target) -> list[_Group]:
+def _groups(tensors: dict[str, Stored], config, target: Target) -> list[Shard]:
+    """Tensors that one shard must hold together with the steps that make them, in the order of their names."""
     native = target.layout == "native"
     released = {} if native else expected_tensors(config)
     expected = {plain_name(name): (name, shape) for name, (_, shape) in released.items()}
-    was_packed = source_text.expert_quantization is not None
-    groups: dict[str, _Group] = {}
-    for name, stored in tensors.items():
-        match = _EXPERT.search(name)
-        if match is None:
-            if native:
-                _add_native(groups, name, stored)
-                continue
-            full_name, shape = expected[name]
-            # `A_log` may be longer than its heads: the rest of the file is zeros where nothing is written
-            _add(groups, full_name, (stored.dtype, shape), _copy(name, stored, full_name))
+    groups: dict[str, Shard] = {}
+    for name, parts in matrices(tensors).items():
+        shape, dtype = shape_of(parts), parts[0].dtype
+        expert = _EXPERT.search(name)
+        if expert and target.expert_dtype:
+            dtype = EXPERTS[target.expert_dtype]
+        if dtype == "U8":
+            names = expected[f"{name}_packed"][0], expected[f"{name}_scale"][0]
+            groups[names[0]] = _packed(names, name, parts, shape)
             continue
-        base = name[: match.start()] + f".experts.{match[1]}.{match[2]}.weight"
-        if match[3] == "_scale":
-            continue  # comes with its codes
-        parts = (stored, tensors[f"{base}_scale"]) if was_packed else (stored,)
-        shape = (stored.shape[0], stored.shape[1] * 2) if was_packed else stored.shape
-        dtype = EXPERTS[target.expert_dtype] if target.expert_dtype else stored.dtype
-        if native:
-            _add_native_expert(groups, base, match, dtype, shape, parts, was_packed, text)
-        elif dtype == "U8":
-            names = expected[f"{base}_packed"][0], expected[f"{base}_scale"][0]
-            _add_packed(groups, names, base, parts, shape, was_packed)
-        else:
-            full_name = expected[base][0]
-            step = _expert_step(base, parts, dtype, shape, was_packed, full_name)
-            _add(groups, full_name, (dtype, shape), step)
+        # `A_log` may be longer than its heads: the rest of the file is zeros where nothing is written
+        full_name, whole, part = _native_place(name, shape, config.num_experts) if native else (*expected[name], 0)
+        group = groups.setdefault(full_name, Shard({full_name: (dtype, whole)}))
+        if group.tensors[full_name] != (dtype, whole):
+            what = "experts" if expert else "convolution"
+            raise ConversionError(f"{parts[0].name} has another dtype than the {what} that it is fused with")
+        kind = "decode" if len(parts) == 2 else "copy" if parts[0].dtype == dtype else "cast"
+        size = _nbytes((dtype, shape))
+        group.steps.append(Step(kind, name, parts, ((full_name, part * size),), size))
     return [groups[name] for name in sorted(groups, key=_natural)]
 
 
@@ -383,75 +364,48 @@ def _natural(name: str) -> list:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _copy(label, stored, full_name, place=0):
-    return Step("copy", label, (stored,), ((full_name, place),), stored.nbytes)
-
-
-def _expert_step(label, parts, dtype, shape, was_packed, full_name, place=0):
-    """What makes a floating-point matrix of an expert."""
-    kind = "decode" if was_packed else "copy" if parts[0].dtype == dtype else "cast"
-    return Step(kind, label, parts, ((full_name, place),), _nbytes((dtype, shape)))
-
-
-def _add(groups, name, entry, step):
-    group = groups.setdefault(name, _Group({name: entry}, []))
-    group.steps.append(step)
-
-
-def _add_packed(groups, names, base, parts, shape, was_packed):
+def _packed(names, label, parts, shape) -> Shard:
+    """Codes and scales of one matrix of an expert."""
     rows, columns = shape
     entries = dict(zip(names, [("U8", (rows, columns // 2)), ("U8", (rows, columns // GROUP))], strict=True))
-    if was_packed:
-        steps = [_copy(base, part, name) for name, part in zip(names, parts, strict=True)]
-    else:
+    if len(parts) == 1:
         places = tuple((name, 0) for name in names)
-        steps = [Step("pack", base, parts, places, sum(map(_nbytes, entries.values())))]
-    groups[names[0]] = _Group(entries, steps)
+        return Shard(entries, [Step("pack", label, parts, places, sum(map(_nbytes, entries.values())))])
+    copies = [Step("copy", label, (part,), ((name, 0),), part.nbytes) for name, part in zip(names, parts, strict=True)]
+    return Shard(entries, copies)
 
 
 _NATIVE_GATE = re.compile(r"\.self_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)")
 
 
-def _add_native(groups, name, stored):
-    """A tensor other than a routed expert, under the name of transformers' module."""
+def _native_place(name: str, shape: tuple[int, ...], experts: int | None) -> tuple[str, tuple[int, ...], int]:
+    """Where transformers' class has a plain tensor: the name and shape of the whole, and which part of it this is."""
     full_name = name if name.startswith("lm_head.") else f"model.{name}"
     full_name = full_name.replace(".block_sparse_moe.", ".mlp.")
     full_name = _NATIVE_GATE.sub(r".self_attn.forget_gate.\1", full_name)
+    if match := _EXPERT.search(full_name):
+        weight, fused = next((weight, fused) for weight, fused in FUSED_EXPERTS.items() if match[2] in fused)
+        whole = (experts, shape[0] * len(fused), shape[1])
+        return (
+            full_name[: match.start()] + f".experts.{weight}",
+            whole,
+            int(match[1]) * len(fused) + fused.index(match[2]),
+        )
     for i, part in enumerate(FUSED_CONVOLUTIONS):
         if full_name.endswith(f".self_attn.{part}.weight"):
-            full_name = full_name.replace(part, "conv1d")
-            entry = (stored.dtype, (3 * stored.shape[0], *stored.shape[1:]))
-            _add(groups, full_name, entry, _copy(name, stored, full_name, i * stored.nbytes))
-            if groups[full_name].tensors[full_name] != entry:
-                raise ConversionError(f"{stored.name} has another dtype than the convolution that it is fused with")
-            return
-    shape = (1, 1, stored.shape[0], 1) if full_name.endswith(".A_log") else stored.shape
-    _add(groups, full_name, (stored.dtype, shape), _copy(name, stored, full_name))
+            return full_name.replace(part, "conv1d"), (3 * shape[0], *shape[1:]), i
+    return full_name, (1, 1, shape[0], 1) if full_name.endswith(".A_log") else shape, 0
 
 
-def _add_native_expert(groups, base, match, dtype, shape, parts, was_packed, text):
-    """A matrix of one expert, as rows of the tensor of all experts."""
-    weight = next(fused for fused, matrices in FUSED_EXPERTS.items() if match[2] in matrices)
-    matrices = FUSED_EXPERTS[weight]
-    full_name = "model." + base.replace(".block_sparse_moe.", ".mlp.").rsplit(".", 3)[0] + f".{weight}"
-    rows, columns = shape
-    entry = (dtype, (text.num_experts, rows * len(matrices), columns))
-    place = (int(match[1]) * len(matrices) + matrices.index(match[2])) * _nbytes((dtype, shape))
-    _add(groups, full_name, entry, _expert_step(base, parts, dtype, shape, was_packed, full_name, place))
-    if groups[full_name].tensors[full_name] != entry:
-        raise ConversionError(f"{parts[0].name} has another dtype than the experts that it is fused with")
-
-
-def _split(groups: list[_Group], shard_size: int) -> list[Shard]:
+def _split(groups: list[Shard], shard_size: int) -> list[Shard]:
     shards, size = [Shard()], 0
     for group in groups:
-        more = sum(map(_nbytes, group.tensors.values()))
-        if size and size + more > shard_size:
+        if size and size + group.nbytes > shard_size:
             shards.append(Shard())
             size = 0
         shards[-1].tensors.update(group.tensors)
         shards[-1].steps.extend(group.steps)
-        size += more
+        size += group.nbytes
     for number, shard in enumerate(shards, 1):
         shard.name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
     return shards
