@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.mxfp4 import GROUP, dequantize_mxfp4, quantize_mxfp4
+from ..kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from .plan import Shard, Step
-from .source import DTYPES, PIECE, ConversionError, pieces
+from .source import DTYPES, PIECE, ConversionError, pieces, raw, shape_of
 
 # Values that a computing step has in memory at once: the decoder needs about 40 bytes for each.
 VALUES = 1 << 19
@@ -55,8 +55,7 @@ def carry_out(step: Step, shard: Shard, descriptor: int, begins: dict[str, int])
     offsets = [begins[name] + place for name, place in step.places]
     if step.kind == "copy":
         return _copy(step, descriptor, offsets[0])
-    rows, columns = step.parts[0].shape
-    columns *= 2 if step.kind == "decode" else 1
+    rows, columns = shape_of(step.parts)
     dtype = DTYPES[shard.tensors[step.places[0][0]][0]]
     rounding = Rounding() if step.kind == "pack" or _narrows(step, dtype) else None
     for start, stop in pieces(rows, max(1, VALUES // columns)):
@@ -64,7 +63,7 @@ def carry_out(step: Step, shard: Shard, descriptor: int, begins: dict[str, int])
         results, wide = _compute(step, parts, dtype)
         for result, offset in zip(results, offsets, strict=True):
             row_bytes = result[0].numel() * result.element_size()
-            _write(descriptor, memoryview(result.view(torch.uint8).numpy()).cast("B"), offset + start * row_bytes)
+            _write(descriptor, memoryview(raw(result).numpy()), offset + start * row_bytes)
         if rounding is not None:
             rounding.add(wide, dequantize_mxfp4(*results, torch.float64) if step.kind == "pack" else results[0])
     return rounding
@@ -94,8 +93,6 @@ def _compute(step, parts, dtype):
             f"{name} has values that are not finite in float32: they cannot be stored in another format"
         )
     if step.kind == "pack":
-        if parts[0].shape[-1] % GROUP:
-            raise ConversionError(f"{name} has {parts[0].shape[-1]} columns, not a multiple of {GROUP}")
         return list(quantize_mxfp4(parts[0])), parts[0]
     result = parts[0].to(dtype)
     if not torch.isfinite(result).all():
