@@ -2,15 +2,15 @@
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checkpoint_kimi_k3 import plain_name
+from ..checkpoint_kimi_k3 import DTYPES, plain_name
 from .source import (
-    DTYPES,
     INDEX,
     ITEM_BYTES,
+    VISION,
     expected_tensors,
     plain_tensors,
     read_config,
@@ -19,6 +19,11 @@ from .source import (
     stored_tensors,
     without_collector,
 )
+
+PARTS = (
+    "embedding", "KDA attention", "MLA attention", "attention residuals", "norms", "dense MLP", "router",
+    "routed experts", "shared experts", "latent projections", "head", "vision tower", "projector",
+)  # fmt: skip
 
 
 @dataclass
@@ -30,11 +35,19 @@ class Part:
     nbytes: int = 0
     dtypes: Counter = field(default_factory=Counter)
 
+    def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """Count a tensor. Its parameters are the logical ones: two in a packed byte, none in a scale."""
+        size = math.prod(shape)
+        self.tensors += 1
+        self.parameters += size if dtype != "U8" else 2 * size if name.endswith("_packed") else 0
+        self.nbytes += ITEM_BYTES[dtype] * size
+        self.dtypes[dtype] += 1
+
 
 @dataclass
 class Inventory:
     """Attributes:
-    parts: name of the part -> Part, in the order of the computation.
+    parts: name of every part that a model can have -> Part, in the order of the computation.
     tensors: how many plain tensors the folder holds.
     missing: what the configuration asks for and the folder lacks, as plain names.
     foreign: what the folder holds and the configuration has no place for, under the names in the files.
@@ -46,32 +59,31 @@ class Inventory:
     """
 
     summary: list[str]
-    parts: dict[str, Part]
-    tensors: int
-    missing: list[str]
-    foreign: list[str]
-    misshapen: list[str]
     absent: list[str]
     index_only: bool
     total_size: float | None
     configured: bool = True
+    parts: dict[str, Part] = field(default_factory=lambda: {name: Part() for name in PARTS})
+    tensors: int = 0
+    missing: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
 
-def part_of(name: str, layer_types: list[str]) -> str:
+def part_of(name: str, kda_layers: set[int]) -> str:
     """The part of the model that a plain name belongs to."""
-    if name.startswith(("vision_tower.", "mm_projector.")):
+    if name.startswith(VISION):
         return "vision tower" if name.startswith("vision") else "projector"
     if not name.startswith("layers."):
         top = {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
         return top.get(name, "attention residuals" if "attn_res" in name else "norms")
     _, layer, module, *rest = name.split(".")
     if module == "self_attn":
-        kda = int(layer) < len(layer_types) and layer_types[int(layer)] == "linear_attention"
-        return "KDA attention" if kda else "MLA attention"
+        return "KDA attention" if int(layer) in kda_layers else "MLA attention"
     if "_res_" in module:
         return "attention residuals"
     if module == "mlp":
@@ -80,12 +92,6 @@ def part_of(name: str, layer_types: list[str]) -> str:
         moe = {"experts": "routed experts", "shared_experts": "shared experts", "gate": "router"}
         return moe.get(rest[0], "latent projections")
     return "norms"
-
-
-PARTS = (
-    "embedding", "KDA attention", "MLA attention", "attention residuals", "norms", "dense MLP", "router",
-    "routed experts", "shared experts", "latent projections", "head", "vision tower", "projector",
-)  # fmt: skip
 
 
 @without_collector()
@@ -98,60 +104,47 @@ def take_inventory(folder: Path) -> Inventory:
     Raises:
         ConversionError: if there is no configuration that can be read and more than an index, or a file is broken.
     """
-    if not (folder / "config.json").is_file() and (index := read_index(folder)) is not None:
-        if not any((folder / name).is_file() for name in set(index.values())):
-            return _names_alone(folder, index)
+    index = read_index(folder)
+    files = sorted(set(index.values())) if index is not None else []
+    absent = [name for name in files if not (folder / name).is_file()]
+    index_only = index is not None and absent == files
+    total_size = _total_size(folder) if index is not None else None
+    if index_only and not (folder / "config.json").is_file():
+        return _names_alone(index, absent, total_size)
     config = read_config(folder)
     text = config.get_text_config(decoder=True)
+    inventory = Inventory(_summary(config, text), absent, index_only, total_size)
     expected = {plain_name(name): entry for name, entry in expected_tensors(config).items()}
-    # read once: a configuration looks up every attribute in several tables, and there are half a million tensors
-    experts, layer_types = text.num_experts or 0, text.layer_types
-    total_size, index_only, absent, misshapen, foreign = None, False, [], [], []
     entries: dict[str, tuple] = {}
-    index = read_index(folder)
-    if index is not None:
-        total_size = _total_size(folder)
-        files = sorted(set(index.values()))
-        absent = [name for name in files if not (folder / name).is_file()]
-        index_only = absent == files
     if index_only:
         for original in index:
             name = plain_name(original)
             entries[name] = (original, *expected.get(name, ("U8", ())))
     else:
+        # read once: a configuration looks up every attribute in several tables, and there are half a million tensors
+        experts = text.num_experts or 0
         present = {name: file for name, file in index.items() if file not in absent} if absent else index
         for stored in stored_tensors(folder, present):
             for name, part in plain_tensors(stored, experts):
                 if name in entries:
-                    foreign.append(f"{stored.name} (there already as {entries[name][0]})")
+                    inventory.foreign.append(f"{stored.name} (there already as {entries[name][0]})")
                     continue
                 entries[name] = (stored.name, part.dtype, part.shape)
-    parts = defaultdict(Part)
+    inventory.tensors = len(entries)
+    inventory.missing = [name for name in expected if name not in entries]
+    kda_layers = {layer for layer, kind in enumerate(text.layer_types) if kind == "linear_attention"}
     for name, (original, dtype, shape) in entries.items():
         if name not in expected:
-            foreign.append(original)
+            inventory.foreign.append(original)
             continue
-        wanted_dtype, wanted_shape = expected[name]
-        if dtype not in DTYPES or (dtype == "U8") != (wanted_dtype == "U8"):
-            misshapen.append(f"{original} is {dtype}, the configuration asks for {wanted_dtype}")
-        elif shape != wanted_shape and not name.endswith(".A_log"):
-            misshapen.append(f"{original} has shape {list(shape)}, the configuration asks for {list(wanted_shape)}")
-        part = parts[part_of(name, layer_types)]
-        part.tensors += 1
-        part.nbytes += ITEM_BYTES[dtype] * math.prod(shape)
-        part.parameters += _parameters(name, dtype, shape)
-        part.dtypes[dtype] += 1
-    return Inventory(
-        summary=_summary(config, text),
-        parts={name: parts[name] for name in PARTS if name in parts},
-        tensors=len(entries),
-        missing=[name for name in expected if name not in entries],
-        foreign=foreign,
-        misshapen=misshapen,
-        absent=absent,
-        index_only=index_only,
-        total_size=total_size,
-    )
+        right_dtype, right_shape = expected[name]
+        if dtype not in DTYPES or (dtype == "U8") != (right_dtype == "U8"):
+            inventory.misshapen.append(f"{original} is {dtype}, the configuration asks for {right_dtype}")
+        elif shape != right_shape and not name.endswith(".A_log"):
+            sizes = f"{list(shape)}, the configuration asks for {list(right_shape)}"
+            inventory.misshapen.append(f"{original} has shape {sizes}")
+        inventory.parts[part_of(name, kda_layers)].add(name, dtype, shape)
+    return inventory
 
 
 def _total_size(folder: Path) -> float | None:
@@ -160,37 +153,20 @@ def _total_size(folder: Path) -> float | None:
     return total_size if isinstance(total_size, int | float) else None  # some tools write 1.56e12
 
 
-def _names_alone(folder: Path, index: dict[str, str]) -> Inventory:
-    names = {plain_name(original): original for original in index}
-    kda = {int(name.split(".")[1]) for name in names if re.fullmatch(r"layers\.\d+\.self_attn\.A_log", name)}
-    layers = range(max((int(m[1]) + 1 for m in map(re.compile(r"layers\.(\d+)\.").match, names) if m), default=0))
-    layer_types = ["linear_attention" if layer in kda else "full_attention" for layer in layers]
-    parts = defaultdict(Part)
+def _names_alone(index: dict[str, str], absent: list[str], total_size: float | None) -> Inventory:
+    names = {plain_name(original) for original in index}
+    kda_layers = {int(name.split(".")[1]) for name in names if re.fullmatch(r"layers\.\d+\.self_attn\.A_log", name)}
+    numbers = [int(match[1]) for name in names if (match := re.match(r"layers\.(\d+)\.", name))]
+    layers = max(numbers, default=-1) + 1
+    summary = [
+        "no config.json is here: parts are told by names, sizes are not known",
+        f"{layers} layers: {len(kda_layers)} KDA, {layers - len(kda_layers)} others",
+    ]
+    inventory = Inventory(summary, absent, True, total_size, configured=False, tensors=len(names))
     for name in names:
         whole = re.match(r"(?!layers\.)|layers\.\d+\.\w+\.\w", name)  # else no tensor of this family
-        parts[part_of(name, layer_types) if whole else "norms"].tensors += 1
-    return Inventory(
-        summary=[
-            "no config.json is here: parts are told by names, sizes are not known",
-            f"{len(layers)} layers: {len(kda)} KDA, {len(layers) - len(kda)} others",
-        ],
-        parts={name: parts[name] for name in PARTS if name in parts},
-        tensors=len(names),
-        missing=[],
-        foreign=[],
-        misshapen=[],
-        absent=sorted(set(index.values())),
-        index_only=True,
-        total_size=_total_size(folder),
-        configured=False,
-    )
-
-
-def _parameters(name, dtype, shape):
-    """Number of logical parameters: two in a packed byte, none in a scale."""
-    if dtype == "U8":
-        return 2 * math.prod(shape) if name.endswith("_packed") else 0
-    return math.prod(shape)
+        inventory.parts[part_of(name, kda_layers) if whole else "norms"].tensors += 1
+    return inventory
 
 
 def _summary(config, text) -> list[str]:
@@ -217,27 +193,27 @@ def _summary(config, text) -> list[str]:
 
 def table(inventory: Inventory) -> str:
     """The inventory as text to print."""
+    parts = {name: part for name, part in inventory.parts.items() if part.tensors}
     rows = [("part", "tensors", "parameters", "bytes", "dtypes")]
-    for name, part in inventory.parts.items():
+    for name, part in parts.items():
         dtypes = ", ".join(f"{dtype} x {count:,}" for dtype, count in part.dtypes.most_common())
         sizes = (f"{part.parameters:,}", f"{part.nbytes:,}") if inventory.configured else ("?", "?")
         rows.append((name, f"{part.tensors:,}", *sizes, dtypes))
-    counts = [
-        sum(getattr(part, kind) for part in inventory.parts.values()) for kind in ("tensors", "parameters", "nbytes")
-    ]
-    if not inventory.configured:
-        size = "?" if inventory.total_size is None else f"{inventory.total_size:,}"
-        rows.append(("sum", f"{counts[0]:,}", "?", size, "as the index says" if size != "?" else ""))
+    tensors, parameters = sum(part.tensors for part in parts.values()), sum(part.parameters for part in parts.values())
+    if inventory.configured:
+        rows.append(("sum", f"{tensors:,}", f"{parameters:,}", f"{inventory.nbytes:,}", ""))
+    elif inventory.total_size is None:
+        rows.append(("sum", f"{tensors:,}", "?", "?", ""))
     else:
-        rows.append(("sum", *(f"{count:,}" for count in counts), ""))
+        rows.append(("sum", f"{tensors:,}", "?", f"{inventory.total_size:,}", "as the index says"))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = [*inventory.summary, ""]
     for name, *numbers, dtypes in rows:
         cells = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
         lines.append("  ".join([*cells, dtypes]).rstrip())
-    lines.append("")
     if not inventory.configured:
-        return "\n".join(lines[:-1])
+        return "\n".join(lines)
+    lines.append("")
     if inventory.index_only:
         lines.append("only the index is here, no shard: sizes and dtypes are those that the configuration asks for")
     elif inventory.absent:
