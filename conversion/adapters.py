@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
@@ -123,27 +124,21 @@ def _settings(prefix, factors, config, sizes) -> tuple[int, float]:
 def _fuse(factors, experts, rank, sizes) -> tuple[dict[str, torch.Tensor], bool]:
     """The four stacked tensors of a layer, and whether the rank was doubled. Experts without an adapter get zeros."""
 
-    def factor(expert, matrix, kind):
-        if (tensor := factors.get((expert, matrix, kind))) is not None:
-            return tensor
-        rows, columns = sizes[matrix]
-        return like.new_zeros((rank, columns) if kind == "A" else (rows, rank))
-
     like = next(iter(factors.values()))
-    gates, ups, downs = (
-        [(factor(e, matrix, "A"), factor(e, matrix, "B")) for e in range(experts)] for matrix in ("w1", "w3", "w2")
+
+    def stacked(matrix, factor):
+        rows, columns = sizes[matrix]
+        zeros = like.new_zeros((rank, columns) if factor == "A" else (rows, rank))
+        return torch.stack([factors.get((expert, matrix, factor), zeros) for expert in range(experts)])
+
+    (gate_a, gate_b), (up_a, up_b), (down_a, down_b) = (
+        (stacked(matrix, "A"), stacked(matrix, "B")) for matrix in ("w1", "w3", "w2")
     )
-    widened = not all(torch.equal(gate[0], up[0]) for gate, up in zip(gates, ups, strict=True))
-    fused = {"lora_gate_up_A": [], "lora_gate_up_B": [], "lora_down_A": [], "lora_down_B": []}
-    for (gate_a, gate_b), (up_a, up_b), (down_a, down_b) in zip(gates, ups, downs, strict=True):
-        if widened:
-            fused["lora_gate_up_A"].append(torch.cat([gate_a, up_a]))
-            fused["lora_gate_up_B"].append(torch.block_diag(gate_b, up_b))
-            fused["lora_down_A"].append(torch.cat([down_a, torch.zeros_like(down_a)]))
-            fused["lora_down_B"].append(torch.cat([down_b, torch.zeros_like(down_b)], dim=1))
-        else:
-            fused["lora_gate_up_A"].append(gate_a)
-            fused["lora_gate_up_B"].append(torch.cat([gate_b, up_b]))
-            fused["lora_down_A"].append(down_a)
-            fused["lora_down_B"].append(down_b)
-    return {name: torch.stack(tensors) for name, tensors in fused.items()}, widened
+    widened = not torch.equal(gate_a, up_a)
+    if widened:  # the second half of the rank belongs to up alone: gate and down are zero there
+        gate_a = torch.cat([gate_a, up_a], dim=1)
+        gate_b, up_b = F.pad(gate_b, (0, rank)), F.pad(up_b, (rank, 0))
+        down_a, down_b = F.pad(down_a, (0, 0, 0, rank)), F.pad(down_b, (0, rank))
+    gate_up_b = torch.cat([gate_b, up_b], dim=1)
+    fused = {"gate_up_A": gate_a, "gate_up_B": gate_up_b, "down_A": down_a, "down_B": down_b}
+    return {f"lora_{name}": tensor for name, tensor in fused.items()}, widened
