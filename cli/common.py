@@ -93,7 +93,7 @@ def number(kind, accepts, rule: str):
     def convert(text: str):
         try:
             value = kind(text)
-        except ValueError:
+        except (ValueError, OverflowError):
             value = None
         if value is None or not accepts(value):
             raise argparse.ArgumentTypeError(f"{rule}, not {text!r}")

@@ -48,16 +48,13 @@ def run_cache(args: argparse.Namespace) -> None:
 # --- kimi-k3 replay --------------------------------------------------------------------------------------------------
 
 
-def byte_count(text: str) -> int:
-    """An argparse type: bytes, as a number with an optional decimal suffix k, M, G or T."""
+def _bytes(text: str) -> int:
     powers = {"k": 3, "M": 6, "G": 9, "T": 12}
-    try:
-        size = float(text[:-1]) * 10 ** powers[text[-1]] if text[-1:] in powers else float(text)
-    except ValueError:
-        size = -1
-    if not 0 <= size < 1e18:
-        raise argparse.ArgumentTypeError(f"must be bytes such as 500M, 20G or 2T, not {text!r}")
-    return int(size)
+    return int(float(text[:-1]) * 10 ** powers[text[-1]] if text[-1:] in powers else float(text))
+
+
+# An argparse type: bytes, as a number with an optional decimal suffix k, M, G or T.
+byte_count = number(_bytes, lambda size: 0 <= size < 1e18, "must be bytes such as 500M, 20G or 2T")
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,10 +113,7 @@ def run_replay(args: argparse.Namespace) -> None:
         if args.host_bytes:
             tiers[f"GPUs and {report.scaled(args.host_bytes, 'B')} of host memory"] = (args.host_bytes, 0)
         if args.disk_bytes:
-            tiers[f"the same and {report.scaled(args.disk_bytes, 'B')} of SSD"] = (
-                args.host_bytes,
-                args.disk_bytes,
-            )
+            tiers[f"the same and {report.scaled(args.disk_bytes, 'B')} of SSD"] = (args.host_bytes, args.disk_bytes)
         options = {"minutes": args.minutes, "write_through": args.write_through}
         simulated = curves.simulate(cost, node, sessions, args.concurrency, tiers, **options)
     print(curves.simulated_table(simulated), end="")
