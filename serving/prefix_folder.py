@@ -1,5 +1,6 @@
 """A folder of kept prefixes seen from outside, without a model: count what is in it, or empty it."""
 
+import contextlib
 import fcntl
 import re
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from .tiers import DiskTier, checksum
+from .tiers import SUFFIX, checksum, part_of
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 
@@ -40,12 +41,12 @@ def namespaces(folder: Path) -> list[Path]:
 
 def inspect(folder: Path, check: bool = False) -> list[ModelFiles]:
     """Count what lies in the folder; with `check` every file is read and its checksum verified. Changes nothing."""
-    found = []
+    models = []
     for place in namespaces(folder):
         counted = ModelFiles(place.name)
-        for file in sorted(place.glob("*" + DiskTier.suffix)):
+        for file in sorted(place.glob("*" + SUFFIX)):
             try:
-                key, kind = file.name.removesuffix(DiskTier.suffix).split(".")
+                key, kind = part_of(file.name)
                 size = file.stat().st_size
                 with safe_open(file, framework="pt") as opened:
                     metadata = opened.metadata()
@@ -63,8 +64,8 @@ def inspect(folder: Path, check: bool = False) -> list[ModelFiles]:
             counted.tokens += tokens
             counted.segments += kind == "latents"
             counted.states += kind == "state"
-        found.append(counted)
-    return found
+        models.append(counted)
+    return models
 
 
 def clear(folder: Path) -> int:
@@ -73,21 +74,18 @@ def clear(folder: Path) -> int:
     Raises:
         ValueError: if a process has the folder open; nothing is deleted then.
     """
-    places, locks, freed = namespaces(folder), [], 0
-    try:
+    places, freed = namespaces(folder), 0
+    with contextlib.ExitStack() as locks:
         for place in places:
-            locks.append(open(place / "lock", "a"))
+            lock = locks.enter_context(open(place / "lock", "a"))
             try:
-                fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"{place} is in use: stop the processes that share it first") from None
         for place in places:
-            for file in (*place.glob("*" + DiskTier.suffix), *place.glob("*.writing")):
+            for file in (*place.glob("*" + SUFFIX), *place.glob("*.writing")):
                 freed += file.stat().st_size
                 file.unlink()
             (place / "lock").unlink()
             place.rmdir()
-    finally:
-        for lock in locks:
-            lock.close()
     return freed

@@ -5,6 +5,7 @@ budget of bytes and ranks its parts by GreedyDual-Size (Cao and Irani, 1997): LR
 part again for each byte it takes. `PrefixCache` decides which part may go, and where to.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 PartId = tuple[str, str]
 Tensors = dict[str, torch.Tensor]
-FORMAT = "kimi-k3 prefix 1"
+FORMAT, SUFFIX = "kimi-k3 prefix 1", ".safetensors"
 # Seconds that threads which waited for the GPU have the interpreter to themselves, before writing files occupies it.
 GRACE = 0.02
 
@@ -70,10 +71,8 @@ class Behind:
     def flush(self) -> None:
         """Wait until everything added before is done."""
         self.start()
-        with self._lock:
-            last = None if self._closed else self._thread.submit(lambda: None)
-        if last is not None:
-            last.result()
+        with contextlib.suppress(RuntimeError):  # of a thread that was closed, when all was done
+            self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
         """`flush`; what is added later is not done."""
@@ -131,8 +130,6 @@ class Entry:
 class Tier:
     """Counts bytes and ranks the parts of one place."""
 
-    name = "tier"
-
     def __init__(self, budget: int):
         self.budget, self.used, self.clock = budget, 0, 0.0
         self.entries: dict[PartId, Entry] = {}
@@ -142,7 +139,7 @@ class Tier:
     @staticmethod
     def size_of(tensors: Tensors) -> int:
         """Bytes that `put` will count."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        return sum(tensor.nbytes for tensor in tensors.values())
 
     def __contains__(self, part: PartId) -> bool:
         return part in self.entries
@@ -203,17 +200,17 @@ class MemoryTier(Tier):
         self.name, self.device, self.behind = name, device, behind
 
     def put(self, part: PartId, tensors: Tensors, cost: float, metadata: dict[str, str] | None = None) -> Entry:
-        held = {}
+        stored = {}
         for name, tensor in tensors.items():
             if self.behind is None:  # CUDA has read pageable memory when the call returns: no need to wait for more
                 tensor = tensor.to(self.device, non_blocking=self.device.type == "cuda")
-            if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:
                 tensor = tensor.clone()  # a view would keep more bytes alive than are counted
-            held[name] = tensor
-        entry = self._enter(part, self.size_of(held), cost, held)
+            stored[name] = tensor
+        entry = self._enter(part, self.size_of(stored), cost, stored)
         self.written_bytes += entry.bytes
         if self.behind is not None:
-            entry.ready = recorded(_home(held))
+            entry.ready = recorded(_home(stored))
             self.behind.add(self.own, entry)
         return entry
 
@@ -223,6 +220,12 @@ class MemoryTier(Tier):
             return None
         self.read_bytes += entry.bytes
         return entry.tensors
+
+
+def part_of(name: str) -> PartId | None:
+    """The part that a file of this name holds; None for one of another kind."""
+    key, _, kind = name.removesuffix(SUFFIX).partition(".")
+    return (key, kind) if name.endswith(SUFFIX) and kind in ("latents", "state") else None
 
 
 def checksum(key: str, kind: str, tensors: Tensors) -> str:
@@ -243,33 +246,23 @@ class DiskTier(Tier):
     """
 
     name = "disk"
-    suffix = ".safetensors"
 
     def __init__(self, folder: Path, budget: int, namespace: str, behind: Behind):
         super().__init__(budget)
         self.folder, self.namespace, self.behind = folder / namespace, namespace, behind
         self.folder.mkdir(parents=True, exist_ok=True)
         self.failed: list[PartId] = []
-        self.rejected = 0
         self._seen = None
-        self._count = 0
-        self._join()
-
-    def _join(self) -> None:
-        """Hold the folder jointly with other processes; one that is alone sweeps up what a killed process left."""
-        self._held = open(self.folder / "lock", "a")
+        # held jointly with other processes, except by one that is alone, until `settle`
+        self._file_lock, self._alone = open(self.folder / "lock", "a"), True
         try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._alone = True
+            fcntl.flock(self._file_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._alone = False
-            fcntl.flock(self._held, fcntl.LOCK_SH)
-        if self._alone:
-            for file in self.folder.glob("*.writing"):
-                file.unlink(missing_ok=True)
+            fcntl.flock(self._file_lock, fcntl.LOCK_SH)
 
     def path(self, part: PartId) -> Path:
-        return self.folder / f"{part[0]}.{part[1]}{self.suffix}"
+        return self.folder / f"{part[0]}.{part[1]}{SUFFIX}"
 
     def scan(self) -> dict[PartId, int]:
         """Whole files that this object does not know yet and their sizes; empty while nothing in the folder changed."""
@@ -281,18 +274,14 @@ class DiskTier(Tier):
             return {}
         # clocks of file systems are coarse: a recent change may hide a later one
         self._seen = now if time.time_ns() - now > 10**8 else None
-        found = {}
+        sizes = {}
         with os.scandir(self.folder) as files:
             for file in files:
-                pieces = file.name.split(".")
-                if len(pieces) == 3 and file.name.endswith(self.suffix) and pieces[1] in ("latents", "state"):
-                    part = pieces[0], pieces[1]
-                    if part not in self.entries:
-                        try:
-                            found[part] = file.stat().st_size
-                        except FileNotFoundError:  # another process has evicted it meanwhile
-                            continue
-        return found
+                part = part_of(file.name)
+                if part is not None and part not in self.entries:
+                    with contextlib.suppress(FileNotFoundError):  # another process has evicted it meanwhile
+                        sizes[part] = file.stat().st_size
+        return sizes
 
     def adopt(self, part: PartId, size: int, cost: float) -> None:
         """Count a file that another process wrote, or an earlier one."""
@@ -329,17 +318,16 @@ class DiskTier(Tier):
     def reject(self, part: PartId, reason) -> None:
         """Delete a file that must never be used."""
         logger.warning("prefix cache: %s is dropped: %s", self.path(part).name, reason)
-        self.rejected += 1
         self.path(part).unlink(missing_ok=True)
 
     def settle(self) -> None:
-        """After the first look at the folder: delete files that belong to no known text, if nobody else is there who
-        may know it, and let others in."""
+        """After the first look at the folder, if nobody else is there who may know them: delete files that a killed
+        process began, and those of no known text; then let others in."""
         if self._alone:
             self._seen = None
-            for part in self.scan():
-                self.path(part).unlink(missing_ok=True)
-            fcntl.flock(self._held, fcntl.LOCK_SH)
+            for file in (*map(self.path, self.scan()), *self.folder.glob("*.writing")):
+                file.unlink(missing_ok=True)
+            fcntl.flock(self._file_lock, fcntl.LOCK_SH)
 
     def put(self, part: PartId, tensors: Tensors, cost: float, metadata: dict[str, str]) -> Entry:
         with self._lock:
@@ -349,8 +337,7 @@ class DiskTier(Tier):
         return entry
 
     def _write(self, part: PartId, entry: Entry, metadata: dict[str, str]) -> None:
-        self._count += 1
-        aside = self.folder / f"{part[0]}.{os.getpid()}-{threading.get_native_id()}-{self._count}.writing"
+        aside = self.folder / f"{part[0]}.{part[1]}.{os.getpid()}-{threading.get_native_id()}.writing"
         try:
             self.own(entry)
             tensors = entry.tensors
@@ -422,4 +409,4 @@ class DiskTier(Tier):
             return entry
 
     def close(self) -> None:
-        self._held.close()
+        self._file_lock.close()

@@ -790,7 +790,7 @@ class Histories(RuleBasedStateMachine):
         if crash:
             self.cache.flush()
             (self.cache.disk.folder / "0.1-1-1.writing").write_bytes(b"half")
-            self.cache.disk._held.close()
+            self.cache.disk._file_lock.close()
         else:
             self.cache.close()
         self.cache = make(**self.options)
