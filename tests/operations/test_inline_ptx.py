@@ -104,8 +104,7 @@ def test_codes_without_ptx(dtype):
         float32=torch.float32, int16=torch.int16, where=torch.where,
         full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype),
     )  # fmt: skip
-    names = {"tl": language, "CODE_SCALE": experts_triton.CODE_SCALE.value}
-    decode = types.FunctionType(experts_triton.decode.fn.__code__, names)
+    decode = types.FunctionType(experts_triton.decode.fn.__code__, {"tl": language})
     codes, scale = torch.arange(16, dtype=torch.int32), torch.arange(256, dtype=torch.int32)
     got = decode(codes.as_subclass(Bits)[None], scale.as_subclass(Bits)[:, None], dtype).as_subclass(torch.Tensor)
     rows = codes.to(torch.uint8).repeat(2)
