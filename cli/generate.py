@@ -140,38 +140,27 @@ def speed(phase: str, tokens: int, seconds: float) -> str:
 # --- kimi-k3 generate ------------------------------------------------------------------------------------------------
 
 
+_not_negative = number(float, lambda t: 0 <= t < float("inf"), "must be a number of at least 0")
+_probability = number(float, lambda p: 0 < p <= 1, "must be a number above 0 and at most 1")
+
+
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the checkpoint")
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="folder of the checkpoint")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 file with the text to continue")
-    parser.add_argument(
-        "--max-new-tokens",
-        type=at_least_one,
-        default=128,
-        metavar="N",
-        help="stop after N tokens (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=number(float, lambda t: 0 <= t < float("inf"), "must be a number of at least 0"),
-        default=0.0,
-        metavar="T",
-        help="0 decodes greedily (default), above 0 samples",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=number(float, lambda p: 0 < p <= 1, "must be a number above 0 and at most 1"),
-        default=1.0,
-        metavar="P",
-        help="sample from the most likely tokens that together have probability P",
-    )
+    about = "stop after N tokens (default: %(default)s)"
+    add("--max-new-tokens", type=at_least_one, default=128, metavar="N", help=about)
+    about = "0 decodes greedily (default), above 0 samples"
+    add("--temperature", type=_not_negative, default=0.0, metavar="T", help=about)
+    about = "sample from the most likely tokens that together have probability P"
+    add("--top-p", type=_probability, default=1.0, metavar="P", help=about)
     add_seed(parser, "seed of the sampling (default: %(default)s)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
-    parser.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: that of the checkpoint"
-    )
-    parser.add_argument("--dequantize", action="store_true", help="unpack MXFP4 experts when loading")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
+    about = "default: that of the checkpoint"
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=about)
+    add("--dequantize", action="store_true", help="unpack MXFP4 experts when loading")
 
 
 def read_prompt(args: argparse.Namespace) -> str:

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from ..cli.common import UsageError, add_seed, at_least_one
+from ..cli.common import UsageError, add_seed, at_least_one, explained
 from .inventory import table, take_inventory
 from .plan import EXPERTS, LAYOUTS, Target
 from .run import REPORT, convert
@@ -33,9 +33,8 @@ def byte_size(text: str) -> int:
 def _explained(place: Path, way_on: str = ""):
     """Turns a ConversionError, an error of the system or Ctrl-C into one sentence, followed by `way_on`."""
     try:
-        yield
-    except ConversionError as error:
-        raise UsageError(str(error)) from error
+        with explained(ConversionError):
+            yield
     except OSError as error:
         raise UsageError(f"{error.filename or place}: {error.strerror or error}{way_on}") from error
     except KeyboardInterrupt as error:
@@ -43,22 +42,19 @@ def _explained(place: Path, way_on: str = ""):
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SRC", help="folder of a checkpoint in any form of the family")
-    parser.add_argument("destination", type=Path, metavar="DST", help="folder to make")
-    parser.add_argument("--layout", choices=LAYOUTS, default="released", help="default: %(default)s")
-    parser.add_argument(
-        "--expert-dtype", choices=tuple(EXPERTS), help="storage of the routed experts (default: as it is)"
-    )
-    parser.add_argument("--text-only", action="store_true", help="leave the vision tower and the projector out")
-    parser.add_argument("--layers", type=layer_range, metavar="A-B", help="keep these decoder layers, counted from 0")
-    parser.add_argument("--experts", type=at_least_one, metavar="N", help="keep the first N routed experts of a layer")
-    parser.add_argument("--shard-size", type=byte_size, default="5GB", metavar="SIZE", help="default: %(default)s")
-    parser.add_argument("--workers", type=at_least_one, metavar="N", help="threads (default: one a core, at most 8)")
-    parser.add_argument("--overwrite", action="store_true", help="replace DST, once the new one is whole")
-    parser.add_argument(
-        "--weights-only", action="store_true", help="read torch.save files too, tensors and nothing else"
-    )
-    parser.add_argument("--drop-foreign", action="store_true", help="leave out tensors the configuration does not know")
+    add = parser.add_argument
+    add("source", type=Path, metavar="SRC", help="folder of a checkpoint in any form of the family")
+    add("destination", type=Path, metavar="DST", help="folder to make")
+    add("--layout", choices=LAYOUTS, default="released", help="default: %(default)s")
+    add("--expert-dtype", choices=tuple(EXPERTS), help="storage of the routed experts (default: as it is)")
+    add("--text-only", action="store_true", help="leave the vision tower and the projector out")
+    add("--layers", type=layer_range, metavar="A-B", help="keep these decoder layers, counted from 0")
+    add("--experts", type=at_least_one, metavar="N", help="keep the first N routed experts of a layer")
+    add("--shard-size", type=byte_size, default="5GB", metavar="SIZE", help="default: %(default)s")
+    add("--workers", type=at_least_one, metavar="N", help="threads (default: one a core, at most 8)")
+    add("--overwrite", action="store_true", help="replace DST, once the new one is whole")
+    add("--weights-only", action="store_true", help="read torch.save files too, tensors and nothing else")
+    add("--drop-foreign", action="store_true", help="leave out tensors the configuration does not know")
 
 
 def run_convert(args: argparse.Namespace) -> None:
@@ -119,9 +115,8 @@ def run_verify(args: argparse.Namespace) -> None:
 
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", type=Path, metavar="DIR", help="folder of a checkpoint; its index may be all there is"
-    )
+    about = "folder of a checkpoint; its index may be all there is"
+    parser.add_argument("folder", type=Path, metavar="DIR", help=about)
 
 
 def run_inspect(args: argparse.Namespace) -> None:
