@@ -16,15 +16,16 @@ Serves a prefill as well as training. Models loaded as remote code, whose classe
 import contextlib
 import hashlib
 import inspect
+import itertools
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from transformers.masking_utils import create_causal_mask
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..kernels import kda_context, short_conv
+from ..packing_kimi_k3 import causal_mask, find_packing, packed_offsets
 
 # torch 2.13 renamed them
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,9 +58,9 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None):
     _agree(_facts(backbone.config, group), group)
 
     def prepare(module, args, kwargs):
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-        more = given.pop("kwargs", {})
-        return (), {**given, **more, **_planned(module.config, {**given, **more}, group)}
+        arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        arguments.update(arguments.pop("kwargs", {}))
+        return (), {**arguments, **_planned(module.config, arguments, group)}
 
     hook = backbone.register_forward_pre_hook(prepare, with_kwargs=True)
     try:
@@ -116,9 +117,7 @@ def _whole(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     mask = batch.pop("attention_mask", None)
     if mask is not None and not mask.all():
         raise ValueError("shard cannot cut padding: pack the documents (position_ids), or leave the padding out")
-    offsets = batch.pop("cu_seq_lens_q", None)
-    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
-        batch.pop(name, None)
+    offsets = packed_offsets(batch)
     if offsets is not None:
         if ids.shape[0] != 1 or int(offsets[0]) != 0 or int(offsets[-1]) != ids.shape[1]:
             raise ValueError(f"cu_seq_lens_q {offsets.tolist()} does not describe one row of {ids.shape[1]} tokens")
@@ -248,22 +247,22 @@ def _agree(facts: dict, group) -> list[dict]:
 def _planned(config, arguments: dict, group) -> dict:
     """Arguments to change in a forward of the backbone: the plan of its parts, and what only the plan knows."""
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    given = ids if embeds is None else embeds
-    facts = _facts_or_refusal(lambda: _part_facts(config, arguments, given))
-    plan = ContextPlan(_agree(facts, group), given.device, group)
+    part = ids if embeds is None else embeds
+    facts = _facts_or_refusal(lambda: _part_facts(config, arguments, part))
+    plan = ContextPlan(_agree(facts, group), part.device, group)
     if plan.packed and is_flash_attention_requested(config):
         raise ValueError("packed documents over several processes need attn_implementation 'sdpa', 'eager' or 'flex'")
     changed = {"context": plan, "attention_mask": None, "past_key_values": None, "cache": None}
     return {**changed, "use_cache": False} if plan.packed else changed
 
 
-def _part_facts(config, arguments, given) -> dict:
+def _part_facts(config, arguments, part) -> dict:
     """First and last position of every row, the columns behind the first at which documents start, and sizes.
 
     Args:
-        given: [B, t] ids or [B, t, hidden] embeddings.
+        part: [B, t] ids or [B, t, hidden] embeddings.
     """
-    if given is None or given.dim() < 2:
+    if part is None or part.dim() < 2:
         raise ValueError("a part is input_ids [B, t] or inputs_embeds [B, t, hidden]")
     if any(arguments.get(name) is not None for name in PACKING_ARGUMENTS):
         raise ValueError(f"{', '.join(PACKING_ARGUMENTS)} describe a whole row: give the position_ids of the part")
@@ -274,7 +273,7 @@ def _part_facts(config, arguments, given) -> dict:
         raise ValueError("a cache cannot be given: use_cache=True makes one of this part, gather_cache makes it whole")
     if arguments.get("output_attentions") or config.output_attentions:
         raise ValueError("there are no attention weights of a part (output_attentions)")
-    (rows, length), reach = given.shape[:2], config.linear_attn_config["short_conv_kernel_size"] - 1
+    (rows, length), reach = part.shape[:2], config.linear_attn_config["short_conv_kernel_size"] - 1
     if length < max(reach, 1):
         raise ValueError(f"a part has {length} tokens, at least {max(reach, 1)} are needed: use fewer processes")
     positions = arguments.get("position_ids")
@@ -286,7 +285,7 @@ def _part_facts(config, arguments, given) -> dict:
         raise ValueError(f"position_ids has shape {tuple(positions.shape)}, expected {(rows, length)}")
     positions = positions.expand(rows, -1)
     inner = (positions.diff(dim=1) != 1).nonzero().tolist()
-    starts = [[column + 1 for row, column in inner if row == wanted] for wanted in range(rows)]
+    starts = [[column + 1 for row, column in inner if row == number] for number in range(rows)]
     return {**facts, "first": positions[:, 0].tolist(), "last": positions[:, -1].tolist(), "starts": starts}
 
 
@@ -303,44 +302,34 @@ class ContextPlan:
         self.group, self.world, self.rank = group, len(everybody), dist.get_rank(group)
         self.parts = [facts["tokens"] for facts in everybody]
         self.rows, self.device, self._masks = everybody[0]["the rows of the batch"], device, {}
-        offsets = [sum(self.parts[:rank]) for rank in range(self.world)]
-        # for every process and row: whether a document continues at its first column
-        goes_on = [
-            [rank > 0 and (first is None or first == before + 1)
-             for first, before in zip(facts["first"], everybody[rank - 1]["last"], strict=True)]
-            for rank, facts in enumerate(everybody)
-        ]  # fmt: skip
-        self._starts = [
-            [offset + column for facts, offset, on in zip(everybody, offsets, goes_on, strict=True)
-             for column in ([] if on[row] else [0]) + facts["starts"][row]]
-            for row in range(self.rows)
-        ]  # fmt: skip
+        offsets = [0, *itertools.accumulate(self.parts)]
+        # of every whole row: the columns at which documents start
+        self._starts: list[list[int]] = [[] for _ in range(self.rows)]
+        for rank, (facts, offset) in enumerate(zip(everybody, offsets, strict=False)):
+            for row, starts in enumerate(self._starts):
+                first, before = facts["first"][row], everybody[rank - 1]["last"][row]
+                if rank == 0 or (first is not None and first != before + 1):
+                    starts.append(offset)
+                starts += [offset + column for column in facts["starts"][row]]
         self.packed = any(starts != [0] for starts in self._starts)
-        own, length = everybody[self.rank]["starts"], self.parts[self.rank]
-        documents = [1 + len(starts) for starts in own]
+        begin, end = offsets[self.rank : self.rank + 2]
+        inner = [[start for start in starts if begin < start < end] for starts in self._starts]
+        self.lengths = [after - start for starts in inner for start, after in itertools.pairwise([begin, *starts, end])]
+        documents = [1 + len(starts) for starts in inner]
         self._first = [sum(documents[:row]) for row in range(self.rows)]
         self.last = [first + count - 1 for first, count in zip(self._first, documents, strict=True)]
-        self.lengths = [
-            end - start
-            for starts in own
-            for start, end in zip([0, *starts], [*starts, length], strict=True)
-        ]  # fmt: skip
-        self._goes_on = torch.tensor(goes_on[self.rank], device=device)
-        # for every row: how many of the last tokens of the part before belong to the document that continues here
-        before = everybody[self.rank - 1]
-        behind = [
-            (before["tokens"] - max(starts, default=0)) * on
-            for starts, on in zip(before["starts"], goes_on[self.rank], strict=True)
-        ]
+        # of every row: how many tokens before this part belong to the document that continues here
+        behind = [begin - max(start for start in starts if start <= begin) for starts in self._starts]
         self._behind = torch.tensor(behind, device=device)
-        passes = [on and not starts for on, starts in zip(goes_on[self.rank], own, strict=True)]
-        self._passes = torch.tensor(passes, device=device)
+        self._goes_on = self._behind > 0
+        self._passes = self._goes_on & torch.tensor([not starts for starts in inner], device=device)
 
     def short_convs(self, inputs, weights, tails, cu_seqlens, keep_tails):
         """As `short_conv.short_convs`; in front of every row the inputs of its first document in the part before."""
         history = weights[0].shape[-1] - 1
         rows = [x.reshape(self.rows, self.parts[self.rank], -1) for x in inputs]
-        before = _PartBefore.apply(torch.cat([x[:, -history:] for x in rows], dim=-1), self)
+        tails = torch.cat([x[:, -history:] for x in rows], dim=-1)
+        before = _Exchange.apply(tails, lambda x: self._neighbour(x, -1), lambda grad: self._neighbour(grad, 1))
         distance = torch.arange(history, 0, -1, device=before.device)
         before = torch.where((distance <= self._behind[:, None])[..., None], before, 0)
         longer = [
@@ -355,9 +344,8 @@ class ContextPlan:
             cu_seqlens = F.pad(torch.tensor(lengths, device=cu_seqlens.device).cumsum(0), (1, 0))
         outputs, new_tails = short_conv.short_convs(tuple(longer), weights, None, cu_seqlens, keep_tails)
         shape = self.rows, history + self.parts[self.rank], -1
-        return tuple(y.reshape(shape)[:, history:].reshape(x.shape) for x, y in zip(inputs, outputs, strict=True)), (
-            new_tails
-        )
+        outputs = tuple(y.reshape(shape)[:, history:].reshape(x.shape) for x, y in zip(inputs, outputs, strict=True))
+        return outputs, new_tails
 
     def fused_kda(self, *arguments, initial_state=None, cu_seqlens=None):
         """As `kda.fused_kda`, from the states that the parts before leave."""
@@ -397,8 +385,8 @@ class ContextPlan:
         """
         share = query.shape[1] // self.world
         first, size = self.rank * share, module.nope_dim + module.v_dim
-        query = _Dealt.apply(query, self, _by_heads, _by_tokens)
-        latents = _AllTokens.apply(latents, self)
+        query = _Exchange.apply(query, self._by_heads, self._by_tokens)
+        latents = _Exchange.apply(latents, lambda x: _gathered(x, self.parts, self.group), self._scattered)
 
         def kv_b(latent):
             if type(module.kv_b_proj) is nn.Linear and not module.kv_b_proj.weight.is_meta:
@@ -408,44 +396,66 @@ class ContextPlan:
 
         mask = self._mask(module.config, query)
         out, _ = module._expanded(query, latents, mask, need_weights=False, kv_b=kv_b, **options)
-        return _Dealt.apply(out.transpose(1, 2), self, _by_tokens, _by_heads).transpose(1, 2)
+        return _Exchange.apply(out.transpose(1, 2), self._by_tokens, self._by_heads).transpose(1, 2)
 
     def _mask(self, config, like):
         """The mask of whole rows in the form of the attention implementation; None where causality is all."""
         key = config._attn_implementation, like.dtype
         if key not in self._masks:
-            total, inside = sum(self.parts), None
+            embeds, packing = like.new_empty(self.rows, sum(self.parts), 1), None
             if self.packed:
-                marks = torch.zeros(self.rows, total, dtype=torch.long, device=self.device)
-                for row, starts in enumerate(self._starts):
-                    marks[row, starts] = 1
-                documents = marks.cumsum(1)
-
-                def inside(b, h, q, kv):
-                    return documents[b, q] == documents[b, kv]
-
-            embeds = like.new_empty(self.rows, total, 1)
-            self._masks[key] = create_causal_mask(config, embeds, None, None, and_mask_function=inside)
+                ends = [[*starts, sum(self.parts)] for starts in self._starts]
+                lengths = [after - start for row in ends for start, after in itertools.pairwise(row)]
+                positions = torch.cat([torch.arange(length) for length in lengths]).view(self.rows, -1)
+                packing = find_packing(None, positions, None, embeds, None)
+            self._masks[key] = causal_mask(config, embeds, None, None, packing)
         return self._masks[key]
 
+    def _neighbour(self, x, step):
+        """x of the process so many behind this one, zeros where there is none."""
+        received, other = _all_gather(x, self.group), self.rank + step
+        return received[other].clone() if 0 <= other < self.world else torch.zeros_like(x)
 
-class _PartBefore(torch.autograd.Function):
-    """x [B, n, P] of the process before, zeros on the first; the gradient goes back to where it came from."""
+    def _scattered(self, grad):
+        """Gradients [B, T, R] of all tokens, summed over the processes in float32 -> [B, t, R] of these tokens."""
+        longest, wide = max(self.parts), grad.to(torch.promote_types(grad.dtype, torch.float32))
+        parts = [F.pad(part, (0, 0, 0, longest - part.shape[1])) for part in wide.split(self.parts, dim=1)]
+        out = torch.empty_like(parts[0])
+        _reduce_scatter_tensor(out, torch.cat(parts), group=self.group)
+        return out[:, : self.parts[self.rank]].to(grad.dtype)
+
+    def _by_heads(self, x):
+        """[B, H, t, D], all heads of these tokens -> [B, H / W, T, D], all tokens of these heads."""
+        batch, heads, _, size = x.shape
+        shapes = [(batch, heads // self.world, tokens, size) for tokens in self.parts]
+        return torch.cat(self._all_to_all(x.chunk(self.world, dim=1), shapes), dim=2)
+
+    def _by_tokens(self, x):
+        """[B, H / W, T, D] -> [B, H, t, D], the inverse of `_by_heads`."""
+        shapes = [(*x.shape[:2], self.parts[self.rank], x.shape[3])] * self.world
+        return torch.cat(self._all_to_all(x.split(self.parts, dim=2), shapes), dim=1)
+
+    def _all_to_all(self, pieces, shapes):
+        """Send piece r to process r; the tensor from process r has shape r."""
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        sent = torch.cat([piece.flatten() for piece in pieces])
+        received = sent.new_empty(sum(sizes))
+        dist.all_to_all_single(received, sent, sizes, [piece.numel() for piece in pieces], group=self.group)
+        return [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+
+
+class _Exchange(torch.autograd.Function):
+    """x -> `there(x)`, which sends it; its gradient is sent back, `back(grad)`."""
 
     @staticmethod
-    def forward(ctx, x, plan):
-        ctx.plan = plan
-        return _neighbour(x, plan, -1)
+    def forward(ctx, x, there, back):
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        return _neighbour(grad, ctx.plan, 1), None
-
-
-def _neighbour(x, plan, step):
-    received, other = _all_gather(x, plan.group), plan.rank + step
-    return received[other].clone() if 0 <= other < plan.world else torch.zeros_like(x)
+        return ctx.back(grad), None, None
 
 
 def _all_gather(x, group):
@@ -456,63 +466,8 @@ def _all_gather(x, group):
     return received.view(world, *x.shape)
 
 
-class _AllTokens(torch.autograd.Function):
-    """[B, t, R] of every process -> [B, T, R]; the gradients of all processes are summed in float32."""
-
-    @staticmethod
-    def forward(ctx, x, plan):
-        ctx.plan, ctx.dtype = plan, x.dtype
-        return _gathered(x, plan.parts, plan.group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        plan, longest = ctx.plan, max(ctx.plan.parts)
-        grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        parts = [F.pad(part, (0, 0, 0, longest - part.shape[1])) for part in grad.split(plan.parts, dim=1)]
-        out = torch.empty_like(parts[0])
-        _reduce_scatter_tensor(out, torch.cat(parts), group=plan.group)
-        return out[:, : plan.parts[plan.rank]].to(ctx.dtype), None
-
-
 def _gathered(x, lengths, group):
     """[B, t, R] -> [B, T, R] over parts of these lengths."""
     longest = max(lengths)
     received = _all_gather(F.pad(x, (0, 0, 0, longest - x.shape[1])), group)
     return torch.cat([part[:, :length] for part, length in zip(received, lengths, strict=True)], dim=1)
-
-
-class _Dealt(torch.autograd.Function):
-    """`_by_heads` or `_by_tokens`, each of which takes back the other's gradient."""
-
-    @staticmethod
-    def forward(ctx, x, plan, there, back):
-        ctx.plan, ctx.back = plan, back
-        return there(x, plan)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return ctx.back(grad, ctx.plan), None, None, None
-
-
-def _by_heads(x, plan):
-    """[B, H, t, D], all heads of these tokens -> [B, H / W, T, D], all tokens of these heads."""
-    batch, heads, _, size = x.shape
-    shapes = [(batch, heads // plan.world, tokens, size) for tokens in plan.parts]
-    return torch.cat(_all_to_all(x.chunk(plan.world, dim=1), shapes, plan.group), dim=2)
-
-
-def _by_tokens(x, plan):
-    """[B, H / W, T, D] -> [B, H, t, D], the inverse of `_by_heads`."""
-    shapes = [(*x.shape[:2], plan.parts[plan.rank], x.shape[3])] * plan.world
-    return torch.cat(_all_to_all(x.split(plan.parts, dim=2), shapes, plan.group), dim=1)
-
-
-def _all_to_all(pieces, shapes, group):
-    """Send piece r to process r; the tensor from process r has shape r."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    sent = torch.cat([piece.flatten() for piece in pieces])
-    received = sent.new_empty(sum(sizes))
-    dist.all_to_all_single(received, sent, sizes, [piece.numel() for piece in pieces], group=group)
-    return [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
