@@ -101,7 +101,7 @@ class HybridCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the states and latents held, without the spare room of latent buffers and what `crop` needs."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
+        return sum(layer.nbytes for layer in self.layers)
 
     def reserve(self, columns: int) -> None:
         """Make room for so many columns at the next token, so that a cache of known length is never copied to grow."""

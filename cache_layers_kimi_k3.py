@@ -64,6 +64,11 @@ class _StateLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `tensors()`."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
 
@@ -114,7 +119,9 @@ class KDACacheLayer(_StateLayer):
 
     Attributes:
         offload: whether everything lies on the CPU between two forwards.
-        state: of all rows after the columns that were fed.
+        state: of all rows after the columns that were fed. Its tensors are never written: while captured steps write
+            the state in buffers of theirs, reading it takes a copy of these, and the next step starts from that.
+        stepping: the layer of these buffers; None while the state lies in tensors of its own.
         recording: what `crop` needs to go back to any boundary since the last one.
     """
 
@@ -124,9 +131,32 @@ class KDACacheLayer(_StateLayer):
     def __init__(self, offload: bool = False):
         super().__init__()
         self.offload = offload
+        self.stepping: StaticKDACacheLayer | None = None
         self.state, self.recording = KDAState(), Recording()
         self.snapshot_columns: frozenset[int] = frozenset()  # at which forwards keep the state for a snapshot
         self.snapshots: dict[int, KDAState] = {}  # those of them that were passed
+
+    @property
+    def state(self) -> KDAState:
+        if self.stepping is not None:
+            self.state = self._current().map(torch.clone)
+        return self._state
+
+    @state.setter
+    def state(self, state: KDAState) -> None:
+        self._state, self.stepping = state, None
+
+    def _current(self) -> KDAState:
+        """The state where it lies, to look at."""
+        return self._state if self.stepping is None else self.stepping.read(None)
+
+    def lend(self, stepping: "StaticKDACacheLayer") -> None:
+        """From here on captured steps write the state, which `stepping` has copied."""
+        self._state, self.stepping = KDAState(), stepping
+
+    def steps_on(self, stepping: "StaticKDACacheLayer") -> bool:
+        """Whether the next step may be a captured one on these buffers, just so."""
+        return self.stepping is stepping and not self.recording.active
 
     @property
     def is_croppable(self) -> bool:
@@ -165,6 +195,10 @@ class KDACacheLayer(_StateLayer):
                 self.snapshots[self.seq_length + inside] = state.map(lambda x: x.to(home))
         self.state, self.is_initialized = new, True
         self.seq_length += forward.columns
+        self.keep_reached()
+
+    def keep_reached(self) -> None:
+        """Keep the state for a snapshot where one was asked for at this boundary."""
         if self.seq_length in self.snapshot_columns:
             self.snapshots[self.seq_length] = self.state
 
@@ -185,14 +219,25 @@ class KDACacheLayer(_StateLayer):
         self.recording.clear()
 
     def tensors(self) -> list[torch.Tensor]:
-        return [*self.state.tails, self.state.recurrent] if self.is_initialized else []
+        state = self.state
+        return [*state.tails, state.recurrent] if self.is_initialized else []
+
+    @property
+    def nbytes(self) -> int:
+        state = self._current()
+        return sum(x.numel() * x.element_size() for x in (*state.tails, state.recurrent)) if self.is_initialized else 0
 
     @property
     def batch_size(self) -> int:
-        return self.state.recurrent.shape[0] if self.is_initialized else -1
+        return self._current().recurrent.shape[0] if self.is_initialized else -1
+
+    def __deepcopy__(self, memo):
+        self._own()
+        return super().__deepcopy__(memo)
 
     def fork(self) -> "KDACacheLayer":
         """A second holder of the same state: tensors are replaced, never written, so they can be shared."""
+        self._own()
         forked = copy.copy(self)
         forked.recording = self.recording.fork()
         forked.keep_states(frozenset())
@@ -203,6 +248,10 @@ class KDACacheLayer(_StateLayer):
         forked = KDACacheLayer(self.offload)
         forked.load([*self.snapshots[column].tails, self.snapshots[column].recurrent], column)
         return forked
+
+    def _own(self) -> None:
+        """Have the state in tensors that nobody writes."""
+        self.state = self.state
 
     def load(self, tensors: list[torch.Tensor], seq_length: int) -> None:
         self.state = KDAState(tuple(tensors[:3]), tensors[3])
@@ -242,12 +291,35 @@ class LatentCacheLayer(_StateLayer):
         self.offload = offload
         self.buffer: torch.Tensor | None = None  # [B, capacity, kv_lora_rank + qk_rope_head_dim]
         self._holders = weakref.WeakSet([self])  # the layers that read this buffer, forks of one another
+        self.stepping: StaticLatentCacheLayer | None = None  # whose buffer it is, if captured steps write behind these
         self.reserved = 0  # columns that a buffer has room for at least
 
     @property
     def latents(self) -> torch.Tensor:
         """[B, tokens, kv_lora_rank + qk_rope_head_dim]"""
+        if self.stepping is not None:  # whoever looks may keep the view for longer than this layer lives
+            self.stepping.exposed = True
+        return self._filled()
+
+    def _filled(self) -> torch.Tensor:
         return self.buffer[:, : self.seq_length]
+
+    @property
+    def nbytes(self) -> int:
+        return self._filled().numel() * self.buffer.element_size() if self.is_initialized else 0
+
+    def lend(self, stepping: "StaticLatentCacheLayer") -> None:
+        """From here on captured steps append to the latents in the buffer of `stepping`, which has copied them."""
+        self._own(stepping.buffers[0])
+        self.stepping = stepping
+
+    def steps_on(self, stepping: "StaticLatentCacheLayer") -> bool:
+        """Whether the next step may be a captured one on this buffer, just so."""
+        return self.stepping is stepping and (len(self._holders) == 1 or self.is_foremost())
+
+    def is_foremost(self) -> bool:
+        """Whether no other layer reads the buffer behind this one's latents."""
+        return all(holder.seq_length <= self.seq_length for holder in self._holders)
 
     def append(self, latents: torch.Tensor) -> torch.Tensor:
         """Append [B, new tokens, width] and return the latents of all tokens, without a copy where possible."""
@@ -260,14 +332,14 @@ class LatentCacheLayer(_StateLayer):
             held is not None and (held.requires_grad or (held.is_inference() and not torch.is_inference_mode_enabled()))
         ):
             # Writing in place would cut the autograd graph of earlier steps, and is forbidden for inference tensors.
-            self._own(latents if self.buffer is None else torch.cat([self.latents, latents], dim=1))
+            self._own(latents if self.buffer is None else torch.cat([self._filled(), latents], dim=1))
         else:
-            if held is None or held.shape[1] < length or any(h.seq_length > self.seq_length for h in self._holders):
+            if held is None or held.shape[1] < length or not self.is_foremost():
                 self._grow(latents, length)
             self.buffer[:, self.seq_length : length] = latents
         self.seq_length = length
         self.is_initialized = True
-        return self.latents.to(device)
+        return (self.latents if torch.is_grad_enabled() else self._filled()).to(device)  # autograd keeps the view
 
     def _grow(self, like: torch.Tensor, length: int) -> None:
         # The first prefill is stored tight: most caches are built by one prefill and a short generation.
@@ -275,13 +347,13 @@ class LatentCacheLayer(_StateLayer):
         capacity = max(-(-(capacity + 1) // _GRANULE) * _GRANULE, self.reserved)
         buffer = like.new_empty(like.shape[0], capacity, like.shape[2])
         if self.buffer is not None:
-            buffer[:, : self.seq_length] = self.latents
+            buffer[:, : self.seq_length] = self._filled()
         self._own(buffer)
 
     def _own(self, buffer: torch.Tensor | None) -> None:
         """Take a buffer that no other layer reads."""
         self._holders.discard(self)
-        self.buffer, self._holders = buffer, weakref.WeakSet([self])
+        self.buffer, self._holders, self.stepping = buffer, weakref.WeakSet([self]), None
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.latents] if self.is_initialized else []
@@ -304,7 +376,7 @@ class LatentCacheLayer(_StateLayer):
 
     def __deepcopy__(self, memo):
         copied = super().__deepcopy__(memo)
-        copied._holders = weakref.WeakSet([copied])
+        copied._holders, copied.stepping = weakref.WeakSet([copied]), None
         return copied
 
     def load(self, tensors: list[torch.Tensor], seq_length: int) -> None:
@@ -368,6 +440,10 @@ class _StaticLayer(_StateLayer):
         if not torch.compiler.is_compiling():
             for buffer in (*self.buffers, self.seq_length):
                 torch._dynamo.mark_static_address(buffer)
+
+    def _stand_at(self, columns: int) -> None:
+        self.seq_length.fill_(columns)
+        self.is_initialized = True
 
     def _advance(self, new_tokens: int) -> None:
         self.seq_length.add_(new_tokens)
@@ -441,6 +517,29 @@ class StaticKDACacheLayer(_StaticLayer):
     tensor_names = KDA_TENSORS
     writes_in_place = True
 
+    def __init__(self, max_length: int):
+        super().__init__(max_length)
+        self._reader: weakref.ref | None = None  # the growing layer whose state captured steps write here
+
+    def is_free_for(self, layer: KDACacheLayer) -> bool:
+        """Whether captured steps of a growing layer may write here: no other one's state lies here."""
+        reader = None if self._reader is None else self._reader()
+        return reader is None or reader is layer or reader.stepping is not self
+
+    def take(self, layer: KDACacheLayer) -> None:
+        """Stand where a growing layer stands, with a copy of its state unless it lies here."""
+        if layer.stepping is not self:
+            tensors = layer.tensors()
+            self._reserve(*((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors))
+            for buffer, tensor in zip(self.buffers, tensors, strict=True):
+                buffer.copy_(tensor)
+        self._stand_at(layer.seq_length)
+
+    def lend(self, layer: KDACacheLayer) -> None:
+        """From here on `layer` has its state here: a step has started from the copy that `take` made."""
+        self._reader = weakref.ref(layer)
+        layer.lend(self)
+
     @staticmethod
     def boundaries(length: int) -> list[int]:
         """As `KDACacheLayer.boundaries`: nothing is exported."""
@@ -472,6 +571,30 @@ class StaticLatentCacheLayer(_StaticLayer):
     """Latents of one MLA layer in one buffer [B, max_length, kv_lora_rank + qk_rope_head_dim], zero where unused."""
 
     tensor_names = ("latents",)
+
+    def __init__(self, max_length: int):
+        super().__init__(max_length)
+        self._readers: weakref.WeakSet | None = None  # growing layers whose buffer this is
+        self.exposed = False  # whether others may hold views of it
+
+    def is_free_for(self, layer: LatentCacheLayer) -> bool:
+        """Whether captured steps of a growing layer may write here, where nobody else reads."""
+        return layer.is_foremost() if layer.stepping is self else not (self._readers or self.exposed)
+
+    def take(self, layer: LatentCacheLayer) -> None:
+        """Stand where a growing layer stands, and become its buffer, with a copy of its latents unless it is."""
+        if layer.stepping is not self:
+            latents = layer.latents
+            shape = torch.Size((latents.shape[0], self.max_length, latents.shape[2]))
+            self._reserve((shape, latents.dtype, latents.device))
+            self.buffers[0][:, : latents.shape[1]] = latents
+            self.buffers[0][:, latents.shape[1] :] = 0
+            layer.lend(self)
+            self._readers = layer._holders
+        self._stand_at(layer.seq_length)
+
+    def lend(self, layer: LatentCacheLayer) -> None:
+        """`take` has done it: a step that was broken off writes behind the latents only."""
 
     def append(self, latents: torch.Tensor) -> torch.Tensor:
         """Write [B, new tokens, width] and return what the tokens read: themselves in the first forward, all after."""

@@ -1,7 +1,9 @@
 """What transformers' `generate` needs to know of Kimi K3: a `HybridCache` in every mode, under either of its names."""
 
+import contextlib
 import copy
 import dataclasses
+import functools
 
 import torch.nn.functional as F
 from transformers import GenerationMixin
@@ -9,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from .cache_kimi_k3 import HybridCache
-from .graph_kimi_k3 import CapturedForward, can_capture
+from .graph_kimi_k3 import CapturedForward, CapturedSteps, can_capture, has_graphs, release_steps
 
 # transformers 5.24 renamed `past_key_values` to `cache`; the field of the output says which one this release uses.
 CACHE_ARGUMENT = (
@@ -45,6 +47,8 @@ def one_cache(cache, past_key_values) -> HybridCache | None:
 
 # What `generate(cache_implementation=...)` takes.
 CACHE_IMPLEMENTATIONS = (None, "dynamic", "static", "offloaded")
+# What a step of `generate` is given beside its token, if nothing else was asked for.
+_OF_A_STEP = {CACHE_ARGUMENT, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 # Draft tokens of one round that a cache can take back; a prompt's last so many columns are recorded for it.
 MOST_DRAFTED = 512
 
@@ -53,13 +57,62 @@ class KimiK3GenerationMixin(GenerationMixin):
     """What generation needs to know of a model whose cache is a `HybridCache`."""
 
     def get_compiled_call(self, compile_config):
-        """What `generate` calls for every token on a static cache: on one CUDA GPU a captured graph of the forward.
+        """What `generate` calls for every token: on one CUDA GPU a captured graph of the forward.
 
-        `generate(disable_compile=True)` runs the forward as it is, and a `compile_config` asks for torch.compile.
+        `generate(disable_compile=True)` runs the forward as it is, and a `compile_config` asks for torch.compile, which
+        needs a static cache.
         """
+        if isinstance(compile_config, CapturedSteps):  # `_sample` has chosen them
+            return compile_config
         if compile_config is None and can_capture(self):
             return CapturedForward(self)
         return super().get_compiled_call(compile_config)
+
+    def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
+        chosen = isinstance(generation_config.compile_config, CapturedSteps)
+        return chosen or super()._valid_auto_compile_criteria(model_kwargs, generation_config)
+
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **model_kwargs):
+        """transformers' loop; on a growing cache it is given captured steps as what it would call compiled."""
+        steps = self._captured_steps(model_kwargs.get(CACHE_ARGUMENT), len(input_ids), generation_config)
+        if steps is not None:
+            generation_config = copy.copy(generation_config)
+            generation_config.compile_config = steps
+        with contextlib.closing(steps) if steps is not None else contextlib.nullcontext():
+            return super()._sample(
+                input_ids, logits_processor, stopping_criteria, generation_config, *args, **model_kwargs
+            )
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # transformers reads the signature
+    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
+        """transformers' method; a plain step passes by its search for what other models need, 20 us on the host."""
+        cache = kwargs.get(CACHE_ARGUMENT)
+        plain = next_sequence_length == 1 and cache is not None and kwargs.keys() <= _OF_A_STEP
+        if not plain or cache.is_compileable:
+            return super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
+        inputs = {"input_ids": input_ids[:, -1:].contiguous(), **kwargs}
+        if (positions := inputs.get("position_ids")) is not None:
+            inputs["position_ids"] = positions[..., -1:].contiguous()
+        return {name: x for name, x in inputs.items() if x is not None}
+
+    def _captured_steps(self, cache, rows: int, generation_config) -> CapturedSteps | None:
+        """None where the forward runs as it is, or a static cache's steps are captured."""
+        if generation_config.disable_compile or generation_config.compile_config is not None:
+            return None
+        # Another copy of this code in the process may be another version.
+        if not isinstance(cache, HybridCache) or cache.is_compileable or any(layer.offload for layer in cache.layers):
+            return None
+        # The caches of drafts record. A class, or an instance, that feeds steps in its own way may feed padding.
+        own = (self.prepare_inputs_for_generation, self._update_model_kwargs_for_generation)
+        usual = KimiK3GenerationMixin
+        usual = [usual.prepare_inputs_for_generation, usual._update_model_kwargs_for_generation]
+        if generation_config.is_assistant or [getattr(method, "__func__", None) for method in own] != usual:
+            return None
+        return CapturedSteps(self, cache, CACHE_ARGUMENT, rows) if has_graphs(self.device) else None
+
+    def release_decoding_buffers(self) -> None:
+        """Free the buffers and graphs that `generate` keeps on a GPU for its next call; that one makes them anew."""
+        release_steps(self)
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

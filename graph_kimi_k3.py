@@ -1,20 +1,60 @@
-"""A decoding step as a CUDA graph: one launch for the thousands of kernels of a forward on a static cache."""
+"""A decoding step as a CUDA graph: one launch for the thousands of kernels of a forward on a static cache.
+
+`CapturedForward` replays steps on a static cache. `CapturedSteps` is what plain `generate` runs: its cache grows, and
+may be kept, forked and continued, so the steps write buffers beside it that never move (`docs/cache.md` says who owns
+which buffer when).
+"""
 
 import logging
+import threading
 import warnings
+import weakref
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch.nn.modules.module import _has_any_global_hook
+
+from .cache_kimi_k3 import HybridCache
+from .cache_layers_kimi_k3 import KDACacheLayer
+from .kernels_kimi_k3 import dispatch
 
 logger = logging.getLogger(__name__)
+
+# Columns that new buffers have room for at least behind the text that they are made for.
+SPARE = 128
+# Steps that a model keeps beside those in use, and bytes of those for other batches than the newest.
+KEPT_STEPS, KEPT_BYTES = 4, 1 << 30
+# Arguments of a step that are tensors.
+_TENSORS = ("input_ids", "attention_mask", "position_ids")
+_WARNING = "the decoding step runs without a CUDA graph: %s"
+
+
+def has_graphs(device: torch.device) -> bool:
+    return device.type != "meta" and hasattr(torch.get_device_module(device), "CUDAGraph")
 
 
 def can_capture(model) -> bool:
     """Whether the model lies on one device that has graphs."""
     devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1 or next(iter(devices)).type == "meta":
-        return False
-    return hasattr(torch.get_device_module(devices.pop()), "CUDAGraph")
+    return len(devices) == 1 and has_graphs(devices.pop())
+
+
+class Graph:
+    """A forward of a model on given tensors, captured: `replay` runs it on what they hold then, and fills `outputs`."""
+
+    def __init__(self, model, inputs):
+        device = torch.get_device_module(model.device)
+        self._graph = device.CUDAGraph()
+        # Not the stream that torch would take, which belongs to whichever device captured first.
+        with (
+            device.device(model.device),
+            device.graph(self._graph, stream=device.Stream(model.device), capture_error_mode="thread_local"),
+        ):
+            self.outputs = model(**inputs)
+
+    def replay(self) -> None:
+        self._graph.replay()
 
 
 class CapturedForward:
@@ -27,7 +67,7 @@ class CapturedForward:
 
     def __init__(self, model):
         self.model = model
-        self._known = self._graph = self._inputs = self._outputs = self._refused = None
+        self._known = self._graph = self._inputs = self._refused = None
 
     def __call__(self, **inputs):
         """Arguments and result of the model's forward; the logits are a copy, the next call leaves them alone."""
@@ -38,63 +78,428 @@ class CapturedForward:
         shapes = {name: (x.shape, x.dtype, x.device) for name, x in tensors.items()}
         if (shapes, rest) != self._known:
             self._known, self._graph = (shapes, rest), None
-            return self._watched(inputs)
+            outputs, reason = watched(self.model, inputs)
+            if reason is not None:
+                self._refuse(reason)
+            return outputs
         if self._graph is None and not self._capture(tensors, rest):
             return self.model(**inputs)
         for name, x in tensors.items():
             self._inputs[name].copy_(x)
         self._graph.replay()
-        return type(self._outputs)(**{**self._outputs, "logits": self._outputs.logits.clone()})
-
-    def _watched(self, inputs):
-        """The forward as it is, refused for later if it waits for the device.
-
-        A capture that breaks off leaves the process's random numbers and memory in the middle of it, so waiting is
-        looked for beforehand. transformers' masks do not wait while a graph is captured: they ask.
-        """
-        device = torch.get_device_module(self.model.device)
-        watch = getattr(device, "set_sync_debug_mode", None)
-        before = device.get_sync_debug_mode() if watch is not None else None
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                if watch is not None:
-                    watch("warn")
-                outputs = self.model(**inputs)
-            finally:
-                if watch is not None:
-                    watch(before)
-        waits = [
-            w
-            for w in caught
-            if "called a synchronizing" in str(w.message) and Path(w.filename).name != "masking_utils.py"
-        ]
-        for other in caught:
-            if other not in waits:
-                warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
-        if any(isinstance(value, tuple) for value in outputs.values()):
-            self._refuse("hidden states, attention weights or router logits were asked for")
-        elif waits:
-            self._refuse(f"the forward waits for the device in {waits[0].filename}, line {waits[0].lineno}")
-        return outputs
+        outputs = self._graph.outputs
+        return type(outputs)(**{**outputs, "logits": outputs.logits.clone()})
 
     def _capture(self, tensors, rest) -> bool:
         self._inputs = {name: x.clone() for name, x in tensors.items()}
-        device = torch.get_device_module(self.model.device)
-        graph = device.CUDAGraph()
         try:
-            # Not the stream that torch would take, which belongs to whichever device captured first.
-            with (
-                device.device(self.model.device),
-                device.graph(graph, stream=device.Stream(self.model.device), capture_error_mode="thread_local"),
-            ):
-                self._outputs = self.model(**self._inputs, **rest)
+            self._graph = Graph(self.model, {**self._inputs, **rest})
         except Exception as error:  # whatever a hook or an adapter in the model does that a capture forbids
-            self._refuse(f"{type(error).__name__}: {str(error).strip()[:300]}")
+            self._refuse(described_error(error))
             return False
-        self._graph = graph
         return True
 
     def _refuse(self, reason: str) -> None:
         self._refused = reason
-        logger.warning("the decoding step runs without a CUDA graph: %s", reason)
+        logger.warning(_WARNING, reason)
+
+
+def described_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:300]}"
+
+
+_watching = threading.Lock()  # what follows changes the process
+
+
+def watched(model, inputs):
+    """A forward as it is, and why later ones must not be captured: waiting for the device, or more than logits.
+
+    A capture that breaks off leaves the process's random numbers and memory in the middle of it, so waiting is looked
+    for beforehand. transformers' masks do not wait while a graph is captured: they ask.
+    """
+    device = torch.get_device_module(model.device)
+    watch = getattr(device, "set_sync_debug_mode", None)
+    thread, caught = threading.get_ident(), []
+    with _watching, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, category, filename, lineno, *_: caught.append(
+            (threading.get_ident(), message, category, filename, lineno)
+        )
+        before = device.get_sync_debug_mode() if watch is not None else None
+        try:
+            if watch is not None:
+                watch("warn")
+            outputs = model(**inputs)
+        finally:
+            if watch is not None:
+                watch(before)
+    waits = []
+    for source, message, category, filename, lineno in caught:
+        if "called a synchronizing" not in str(message):
+            warnings.warn_explicit(message, category, filename, lineno)
+        elif source == thread and Path(filename).name != "masking_utils.py":
+            waits.append(f"{filename}, line {lineno}")
+    if any(isinstance(value, tuple) for value in outputs.values()):
+        return outputs, "hidden states, attention weights or router logits were asked for"
+    return outputs, f"the forward waits for the device in {waits[0]}" if waits else None
+
+
+class DecodingStep:
+    """A step of decoding on buffers that never move, lent to one growing cache at a time, and its graph.
+
+    Attributes:
+        rows, padded, rest: of the batches that it serves: rows, whether padding was fed, and all arguments of a forward
+            that are no tensors.
+        cache: the buffers, static layers with room for `capacity` columns.
+        ids: [rows, 1] int64, the tokens of the step.
+        mask: [rows, capacity] int64, 1 behind the text: `generate` feeds tokens only.
+        busy: locked while a generation runs on it.
+        length: columns of the growing cache, a number of the host that keeps step with the device's.
+        warm: whether it has run as it is, so that its kernels are compiled.
+    """
+
+    def __init__(self, model, rows: int, padded: bool, rest: dict, capacity: int, name: str):
+        self.rows, self.padded, self.rest, self.capacity = rows, padded, rest, capacity
+        self.cache, self.busy, self.length = HybridCache(model.config, max_length=capacity), threading.Lock(), 0
+        with torch.inference_mode(False):  # inference tensors could be written in inference mode only
+            self.ids = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
+            self.mask = torch.ones(rows, capacity, dtype=torch.int64, device=model.device)
+            self.cache.real = self.mask.bool()
+        self.inputs = {"input_ids": self.ids, name: self.cache, **rest}
+        if padded:
+            self.inputs["attention_mask"] = self.mask
+        self.graph: Graph | None = None
+        self.warm = False
+        self._let_go()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for layer in self.cache.layers for buffer in layer.buffers)
+
+    def serves(self, rows: int, padded: bool, rest: dict) -> bool:
+        return (self.rows, self.padded, self.rest) == (rows, padded, rest)
+
+    def is_free_for(self, cache: HybridCache) -> bool:
+        """Whether steps of this growing cache may write here: no other one that lives reads where they write."""
+        return all(static.is_free_for(layer) for static, layer in zip(self.cache.layers, cache.layers, strict=True))
+
+    def is_lent_to(self, cache: HybridCache) -> bool:
+        """Whether a part of this growing cache lies here."""
+        return any(layer.stepping is static for static, layer in zip(self.cache.layers, cache.layers, strict=True))
+
+    def take(self, cache: HybridCache) -> None:
+        """Stand where a growing cache stands. Its latents lie here from now on, its states from the first step on, so
+        that one that breaks off leaves the cache as it was."""
+        self._layers, self._lent = cache.layers, False
+        self._pairs = list(zip(self.cache.layers, cache.layers, strict=True))
+        self._recurrent = [layer for layer in cache.layers if isinstance(layer, KDACacheLayer)]
+        self._latent = [layer for layer in cache.layers if not isinstance(layer, KDACacheLayer)]
+        for static, layer in self._pairs:
+            static.take(layer)
+        self.length = cache.get_seq_length()
+        if self.padded:
+            self.mask.fill_(1)
+            self.mask[:, : self.length] = cache.real
+            self.cache.real.copy_(self.mask)
+
+    def release(self) -> None:
+        """Let other generations have the step; the cache keeps what lies here for as long as it lives."""
+        self._let_go()
+        self.busy.release()
+
+    def _let_go(self) -> None:
+        self._lent, self._layers, self._pairs, self._recurrent, self._latent = False, None, [], [], []
+
+    def continues(self, cache: HybridCache) -> bool:
+        """Whether the growing cache is as the last step left it, with room for the next."""
+        length = self.length
+        return (
+            length < self.capacity
+            and cache.layers is self._layers
+            and cache.padded == self.padded
+            and all(layer.seq_length == length and layer.steps_on(static) for static, layer in self._pairs)
+        )
+
+    def run(self, model, cache: HybridCache):
+        """A step as it is: the model's outputs, and why later ones must not be captured."""
+        outputs, reason = watched(model, self.inputs)
+        self.warm = True
+        self._lend()
+        self._count(cache, self._recurrent)
+        self._count(cache, self._latent)
+        self._stepped(cache)
+        return outputs, reason
+
+    def replay(self, cache: HybridCache) -> None:
+        """A captured step. An interrupt inside leaves layers at different tokens, which the next forward refuses."""
+        if not self._lent:
+            self._lend()
+        self._count(cache, self._recurrent)
+        self.graph.replay()
+        self._count(cache, self._latent)
+        self._stepped(cache)
+
+    def _lend(self) -> None:
+        for static, layer in self._pairs:
+            static.lend(layer)
+        self._lent = True
+
+    @staticmethod
+    def _count(cache: HybridCache, layers) -> None:
+        for layer in layers:
+            layer.seq_length += 1
+
+    def _stepped(self, cache: HybridCache) -> None:
+        self.length += 1
+        if self.padded:
+            cache.real = F.pad(cache.real, (0, 1), value=True)
+        for layer in self._recurrent:
+            layer.keep_reached()
+
+
+class _KeptSteps:
+    """The steps of a model: reused by every generation of the same shapes, as long as the model computes the same."""
+
+    def __init__(self):
+        self._steps: list[DecodingStep] = []  # the newest last
+        self._refused: list[tuple[bool, dict]] = []
+        self._reasons: set[str] = set()
+        self._computation = None
+        self._lock = threading.Lock()
+
+    def open(self, computation, rows: int) -> None:
+        """A generation begins: forget what was captured of another computation, and much of what other batches need."""
+        with self._lock:
+            if computation != self._computation:
+                self._steps, self._refused, self._computation = [], [], computation
+            self._trim([step for step in self._steps if step.rows != rows], KEPT_BYTES)
+            self._trim(self._steps)
+
+    def _trim(self, steps: list[DecodingStep], most_bytes: int | None = None) -> None:
+        idle = [step for step in steps if not step.busy.locked()]
+        while len(idle) > KEPT_STEPS or (most_bytes is not None and sum(step.nbytes for step in idle) > most_bytes):
+            self._steps.remove(idle.pop(0))
+
+    def acquire(self, model, cache: HybridCache, padded: bool, rest: dict, name: str) -> DecodingStep:
+        """A step for this cache, locked, with room for a token at least; it has yet to `take` it."""
+        columns = max(cache.get_seq_length() + 1, *(getattr(layer, "reserved", 0) for layer in cache.layers))
+        with self._lock:
+            chosen = self._free_one(cache, padded, rest, columns)
+            if chosen is None:
+                chosen = DecodingStep(model, cache.batch_size, padded, rest, room_for(columns), name)
+                chosen.busy.acquire()
+            else:
+                self._steps.remove(chosen)
+            self._steps.append(chosen)
+        return chosen
+
+    def _free_one(self, cache: HybridCache, padded: bool, rest: dict, columns: int) -> DecodingStep | None:
+        """One that is free and large enough, the cache's own if there is; smaller ones that are free are let go."""
+        rows, free = cache.batch_size, []
+        for step in list(self._steps):
+            if step.serves(rows, padded, rest) and step.is_free_for(cache) and step.busy.acquire(blocking=False):
+                free.append(step)
+        large = sorted((step for step in free if step.capacity >= columns), key=lambda step: step.is_lent_to(cache))
+        for step in free:
+            if not large:
+                self._steps.remove(step)
+            if not large or step is not large[-1]:
+                step.busy.release()
+        return large[-1] if large else None
+
+    def refuse(self, reason: str, step: DecodingStep | None = None) -> None:
+        """Log a reason once, and with a step never capture one of its kind again."""
+        with self._lock:
+            if step is not None:
+                self._refused.append((step.padded, step.rest))
+                self._steps = [kept for kept in self._steps if kept is not step]
+            if reason not in self._reasons:
+                self._reasons.add(reason)
+                logger.warning(_WARNING, reason)
+
+    def has_refused(self, padded: bool, rest: dict) -> bool:
+        return (padded, rest) in self._refused
+
+    def release_idle(self) -> None:
+        with self._lock:
+            self._steps = [step for step in self._steps if step.busy.locked()]
+
+
+def room_for(columns: int) -> int:
+    """Capacity of new buffers for a text: two to a power, or one and a half of it."""
+    capacity = 2
+    while capacity < columns + SPARE:
+        capacity += capacity // 2 if capacity & (capacity - 1) == 0 else capacity // 3
+    return capacity
+
+
+# Beside the models and not on them: neither copied nor saved with a model, and gone when it is.
+_kept: weakref.WeakKeyDictionary[torch.nn.Module, _KeptSteps] = weakref.WeakKeyDictionary()
+
+
+def release_steps(model) -> None:
+    """Free what captured steps of this model hold, but for those in use."""
+    if model in _kept:
+        _kept[model].release_idle()
+
+
+class CapturedSteps:
+    """What one `generate` calls for every token on a growing cache: captured steps, on buffers that the model keeps.
+
+    The first step of a shape runs as it is, the second is captured, and from then on steps are replays, those of later
+    generations too. What cannot be captured runs as it is, and the reason is logged once. To be closed.
+    """
+
+    def __init__(self, model, cache: HybridCache, name: str, rows: int):
+        """
+        Args:
+            cache: the growing cache of all calls.
+            name: of the forward's argument that takes it.
+            rows: of the batch.
+        """
+        self.model, self.cache, self.name = model, cache, name
+        self._kept = _kept.setdefault(model, _KeptSteps())
+        self._step = self._outputs = None
+        computation, reason = examined(model)
+        self._kept.open(computation, rows)
+        self._is_refused = reason is not None
+        if reason is not None:
+            self._kept.refuse(reason)
+
+    def close(self) -> None:
+        """Let later generations have the buffers, once the cache lets go of them."""
+        if self._step is not None:
+            self._step.release()
+        self._step = self._outputs = None
+
+    def __call__(self, **inputs):
+        """Arguments and result of the model's forward; the next call writes over the logits."""
+        if self._is_refused or torch.is_grad_enabled():
+            return self.model(**inputs)
+        step = self._step
+        if step is None or not (self._is_like_the_last(inputs) and step.continues(self.cache)):
+            step = self._prepared(inputs)
+            if step is None:
+                return self.model(**inputs)
+        step.ids.copy_(inputs["input_ids"])
+        if not step.warm:
+            return self._first(inputs)
+        if step.graph is None and not self._capture():
+            return self.model(**inputs)
+        step.replay(self.cache)
+        if self._outputs is None:
+            self._outputs = self._with_growing_cache(step.graph.outputs)
+        return self._outputs
+
+    def _is_like_the_last(self, inputs) -> bool:
+        rest = self._step.rest
+        if inputs["input_ids"].shape != self._step.ids.shape or inputs[self.name] is not self.cache:
+            return False
+        others = [name for name in inputs if name not in _TENSORS and name != self.name]
+        return len(others) == len(rest) and all(name in rest and _same(inputs[name], rest[name]) for name in others)
+
+    def _prepared(self, inputs) -> DecodingStep | None:
+        """A step that stands where the cache stands, None where this one runs as it is."""
+        self.close()
+        cache, ids = self.cache, inputs.get("input_ids")
+        if ids is None or ids.shape != (cache.batch_size, 1) or inputs.get(self.name) is not cache:
+            return None
+        rest = {name: x for name, x in inputs.items() if name not in _TENSORS and name != self.name}
+        if (reason := self._reason(rest)) is not None:
+            return self._refuse(reason)
+        if self._kept.has_refused(cache.padded, rest):
+            self._is_refused = True
+            return None
+        self._step = self._kept.acquire(self.model, cache, cache.padded, rest, self.name)
+        try:
+            self._step.take(cache)
+        except torch.OutOfMemoryError:
+            self._kept.release_idle()
+            return self._refuse("there is no memory for its buffers", self._step)
+        return self._step
+
+    def _reason(self, rest) -> str | None:
+        """Why no step on this cache with these arguments can be captured."""
+        tensors = [name for name, x in rest.items() if isinstance(x, torch.Tensor)]
+        if tensors:
+            return f"every step comes with {', '.join(tensors)}"
+        if any(isinstance(layer, KDACacheLayer) and layer.recording.active for layer in self.cache.layers):
+            return "the cache records its tokens, so that crop can take them back"
+        return None
+
+    def _refuse(self, reason: str, step: DecodingStep | None = None) -> None:
+        self._kept.refuse(reason, step)
+        self._is_refused = True
+        self.close()
+
+    def _first(self, inputs):
+        step = self._step
+        try:
+            outputs, reason = step.run(self.model, self.cache)
+        except Exception as error:  # the cache is as it was: if it was not the capture's buffers, it is raised again
+            self._refuse(described_error(error), step)
+            return self.model(**inputs)
+        if reason is not None:
+            self._refuse(reason, step)
+        return self._with_growing_cache(outputs)
+
+    def _capture(self) -> bool:
+        try:
+            self._step.graph = Graph(self.model, self._step.inputs)
+        except Exception as error:  # whatever an adapter in the model does that a capture forbids
+            self._refuse(described_error(error), self._step)
+            return False
+        return True
+
+    def _with_growing_cache(self, outputs):
+        return type(outputs)(**{**outputs, self.name: self.cache})
+
+
+def _same(x, other) -> bool:
+    return x is other or x == other
+
+
+# What every module has that says nothing of its forward, where it has no hooks; and settings of the loop around it.
+_NOT_COMPUTATION = {*vars(torch.nn.Module()), "generation_config"} - {"training", "_parameters", "_buffers", "_modules"}
+
+
+def examined(model) -> tuple[list, str | None]:
+    """What decides what a forward of the model computes, and why its steps must not be captured.
+
+    The first compares equal as long as no parameter moved and no module, setting or adapter changed; values inside the
+    parameters may, a graph reads them anew.
+    """
+    matmul = torch.backends.cuda.matmul
+    precision = matmul.fp32_precision if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    computation = [dispatch.use_triton, torch.are_deterministic_algorithms_enabled(), precision]
+    computation += [_plain(vars(model.config)), _plain(vars(model.config.get_text_config(decoder=True)))]
+    devices, reason = set(), None
+    for name, module in model.named_modules():
+        own = {key: x for key, x in vars(module).items() if key not in _NOT_COMPUTATION}
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in own:
+            reason = f"{name or 'the model'} has a hook, or a forward of its own, which a graph would not call"
+        tensors = [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
+        devices.update(x.device for x in tensors)
+        if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors):
+            reason = f"{name or 'the model'} holds tensors of a special kind"
+        computation.append((id(module), type(module), [(key, _plain(x)) for key, x in own.items()]))
+    if _has_any_global_hook():
+        reason = "a hook of all modules is set, which a graph would not call"
+    if len(devices) > 1:
+        reason = "the model lies on several devices"
+    if torch.is_autocast_enabled(model.device.type):
+        reason = "autocast keeps what it casts, and a graph would read that later"
+    return computation, reason
+
+
+def _plain(value):
+    """Something that compares equal while the value stays what it was."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), value.shape, value.stride(), value.dtype
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return value
+    if isinstance(value, dict):
+        return [(key, _plain(x)) for key, x in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(x) for x in value]
+    return id(value)

@@ -39,14 +39,15 @@ from .kernels/triton_tools import
 # isort: off
 from .kernels \
     import (
-        attn_res, cross_entropy, experts, kda, kda_step, mla_decode, mla_prefill, mxfp4, norms, router, short_conv,
-        situ,
+        attn_res, cross_entropy, dispatch, experts, kda, kda_step, mla_decode, mla_prefill, mxfp4, norms, router,
+        short_conv, situ,
     )  # fmt: skip
 # isort: on
 
 __all__ = [
     "attn_res",
     "cross_entropy",
+    "dispatch",
     "experts",
     "kda",
     "kda_step",
