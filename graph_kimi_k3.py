@@ -27,6 +27,8 @@ SPARE = 128
 KEPT_STEPS, KEPT_BYTES = 4, 1 << 30
 # Arguments of a step that are tensors.
 _TENSORS = ("input_ids", "attention_mask", "position_ids")
+# A capture begins with a wait for the device, which would spoil that of another thread; `watched` changes the process.
+_alone = threading.Lock()
 _WARNING = "the decoding step runs without a CUDA graph: %s"
 
 
@@ -48,6 +50,7 @@ class Graph:
         self._graph = device.CUDAGraph()
         # Not the stream that torch would take, which belongs to whichever device captured first.
         with (
+            _alone,
             device.device(model.device),
             device.graph(self._graph, stream=device.Stream(model.device), capture_error_mode="thread_local"),
         ):
@@ -108,9 +111,6 @@ def described_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:300]}"
 
 
-_watching = threading.Lock()  # what follows changes the process
-
-
 def watched(model, inputs):
     """A forward as it is, and why later ones must not be captured: waiting for the device, or more than logits.
 
@@ -120,7 +120,7 @@ def watched(model, inputs):
     device = torch.get_device_module(model.device)
     watch = getattr(device, "set_sync_debug_mode", None)
     thread, caught = threading.get_ident(), []
-    with _watching, warnings.catch_warnings():
+    with _alone, warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, category, filename, lineno, *_: caught.append(
             (threading.get_ident(), message, category, filename, lineno)
@@ -152,7 +152,7 @@ class DecodingStep:
             that are no tensors.
         cache: the buffers, static layers with room for `capacity` columns.
         ids: [rows, 1] int64, the tokens of the step.
-        mask: [rows, capacity] int64, 1 behind the text: `generate` feeds tokens only.
+        mask: [rows, capacity] int64, 1 behind the text, where `generate` feeds tokens only; None without padding.
         busy: locked while a generation runs on it.
         length: columns of the growing cache, a number of the host that keeps step with the device's.
         warm: whether it has run as it is, so that its kernels are compiled.
@@ -163,8 +163,8 @@ class DecodingStep:
         self.cache, self.busy, self.length = HybridCache(model.config, max_length=capacity), threading.Lock(), 0
         with torch.inference_mode(False):  # inference tensors could be written in inference mode only
             self.ids = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
-            self.mask = torch.ones(rows, capacity, dtype=torch.int64, device=model.device)
-            self.cache.real = self.mask.bool()
+            self.cache.real = torch.ones(rows, capacity, dtype=torch.bool, device=model.device)
+            self.mask = torch.ones_like(self.cache.real, dtype=torch.int64) if padded else None
         self.inputs = {"input_ids": self.ids, name: self.cache, **rest}
         if padded:
             self.inputs["attention_mask"] = self.mask
@@ -476,7 +476,7 @@ def examined(model) -> tuple[list, str | None]:
     devices, reason = set(), None
     for name, module in model.named_modules():
         own = {key: x for key, x in vars(module).items() if key not in _NOT_COMPUTATION}
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in own:
+        if module._forward_hooks or module._forward_pre_hooks or {"forward", "_compiled_call_impl"} & own.keys():
             reason = f"{name or 'the model'} has a hook, or a forward of its own, which a graph would not call"
         tensors = [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
         devices.update(x.device for x in tensors)

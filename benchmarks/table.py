@@ -69,7 +69,8 @@ def main():
             newest[case["case"]] = case
     commands = "".join(f"* `{command}`\n" for command in sorted({case["command"] for case in newest.values()}))
     training = [case for case in newest.values() if "ours_tokens_per_s" in case]
-    text = HEAD + "".join(row(case) for case in newest.values() if case not in training)
+    timed = [case for case in newest.values() if "ours_ms" in case and case not in training]
+    text = HEAD + "".join(row(case) for case in timed)
     if training:
         text += TRAINING + "".join(map(training_row, training))
     text += "\n## Commands\n\n" + commands

@@ -450,6 +450,19 @@ def test_hooks_are_called(model, captures, caplog, where):
     assert captures.replayed >= NEW - 2
 
 
+def test_what_a_graph_would_pass_by(model):
+    """Forwards that were put on modules: by the user, by tools that shard or offload, by torch.compile."""
+    layer = model.model.layers[1]
+    assert graph_kimi_k3.examined(model)[1] is None
+    with torch.autocast(DEVICE):
+        assert "autocast" in graph_kimi_k3.examined(model)[1]
+    layer.forward = layer.forward
+    assert "model.layers.1 has" in graph_kimi_k3.examined(model)[1]
+    del layer.forward
+    model.model.norm.compile(backend="eager")
+    assert "model.norm has" in graph_kimi_k3.examined(model)[1]
+
+
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
