@@ -225,8 +225,8 @@ class DecodingStep:
         outputs, reason = watched(model, self.inputs)
         self.warm = True
         self._lend()
-        self._count(cache, self._recurrent)
-        self._count(cache, self._latent)
+        self._count(self._recurrent)
+        self._count(self._latent)
         self._stepped(cache)
         return outputs, reason
 
@@ -234,9 +234,9 @@ class DecodingStep:
         """A captured step. An interrupt inside leaves layers at different tokens, which the next forward refuses."""
         if not self._lent:
             self._lend()
-        self._count(cache, self._recurrent)
+        self._count(self._recurrent)
         self.graph.replay()
-        self._count(cache, self._latent)
+        self._count(self._latent)
         self._stepped(cache)
 
     def _lend(self) -> None:
@@ -245,7 +245,7 @@ class DecodingStep:
         self._lent = True
 
     @staticmethod
-    def _count(cache: HybridCache, layers) -> None:
+    def _count(layers) -> None:
         for layer in layers:
             layer.seq_length += 1
 
@@ -374,13 +374,9 @@ class CapturedSteps:
 
     def __call__(self, **inputs):
         """Arguments and result of the model's forward; the next call writes over the logits."""
-        if self._is_refused or torch.is_grad_enabled():
+        if self._is_refused or torch.is_grad_enabled() or not (self._continues(inputs) or self._prepare(inputs)):
             return self.model(**inputs)
         step = self._step
-        if step is None or not (self._is_like_the_last(inputs) and step.continues(self.cache)):
-            step = self._prepared(inputs)
-            if step is None:
-                return self.model(**inputs)
         step.ids.copy_(inputs["input_ids"])
         if not step.warm:
             return self._first(inputs)
@@ -391,32 +387,36 @@ class CapturedSteps:
             self._outputs = self._with_growing_cache(step.graph.outputs)
         return self._outputs
 
-    def _is_like_the_last(self, inputs) -> bool:
-        rest = self._step.rest
-        if inputs["input_ids"].shape != self._step.ids.shape or inputs[self.name] is not self.cache:
+    def _continues(self, inputs) -> bool:
+        """Whether the last call's step takes this one as it is."""
+        step = self._step
+        if step is None or inputs["input_ids"].shape != step.ids.shape or inputs[self.name] is not self.cache:
             return False
         others = [name for name in inputs if name not in _TENSORS and name != self.name]
-        return len(others) == len(rest) and all(name in rest and _same(inputs[name], rest[name]) for name in others)
+        same = len(others) == len(step.rest) and all(
+            name in step.rest and (inputs[name] is step.rest[name] or inputs[name] == step.rest[name])
+            for name in others
+        )
+        return same and step.continues(self.cache)
 
-    def _prepared(self, inputs) -> DecodingStep | None:
-        """A step that stands where the cache stands, None where this one runs as it is."""
+    def _prepare(self, inputs) -> bool:
+        """Find a step and put it where the cache stands; False where this call runs as it is."""
         self.close()
         cache, ids = self.cache, inputs.get("input_ids")
         if ids is None or ids.shape != (cache.batch_size, 1) or inputs.get(self.name) is not cache:
-            return None
+            return False
         rest = {name: x for name, x in inputs.items() if name not in _TENSORS and name != self.name}
         if (reason := self._reason(rest)) is not None:
             return self._refuse(reason)
         if self._kept.has_refused(cache.padded, rest):
             self._is_refused = True
-            return None
+            return False
         self._step = self._kept.acquire(self.model, cache, cache.padded, rest, self.name)
         try:
             self._step.take(cache)
-        except torch.OutOfMemoryError:
-            self._kept.release_idle()
-            return self._refuse("there is no memory for its buffers", self._step)
-        return self._step
+        except torch.OutOfMemoryError as error:
+            return self._failed(error)
+        return True
 
     def _reason(self, rest) -> str | None:
         """Why no step on this cache with these arguments can be captured."""
@@ -427,36 +427,39 @@ class CapturedSteps:
             return "the cache records its tokens, so that crop can take them back"
         return None
 
-    def _refuse(self, reason: str, step: DecodingStep | None = None) -> None:
-        self._kept.refuse(reason, step)
-        self._is_refused = True
-        self.close()
-
     def _first(self, inputs):
-        step = self._step
         try:
-            outputs, reason = step.run(self.model, self.cache)
-        except Exception as error:  # the cache is as it was: if it was not the capture's buffers, it is raised again
-            self._refuse(described_error(error), step)
+            outputs, reason = self._step.run(self.model, self.cache)
+        except Exception as error:  # the cache is as it was: what is not the buffers' fault is raised again
+            self._failed(error)
             return self.model(**inputs)
         if reason is not None:
-            self._refuse(reason, step)
+            self._refuse(reason, self._step)
         return self._with_growing_cache(outputs)
 
     def _capture(self) -> bool:
         try:
             self._step.graph = Graph(self.model, self._step.inputs)
         except Exception as error:  # whatever an adapter in the model does that a capture forbids
-            self._refuse(described_error(error), self._step)
-            return False
+            return self._failed(error)
         return True
+
+    def _failed(self, error: Exception) -> bool:
+        if not isinstance(error, torch.OutOfMemoryError):
+            return self._refuse(described_error(error), self._step)
+        self._refuse("there is no memory for its buffers")
+        self._kept.release_idle()
+        return False
+
+    def _refuse(self, reason: str, step: DecodingStep | None = None) -> bool:
+        """Run as it is from here on, with a step that is refused in later generations too; False, for the caller."""
+        self._kept.refuse(reason, step)
+        self._is_refused = True
+        self.close()
+        return False
 
     def _with_growing_cache(self, outputs):
         return type(outputs)(**{**outputs, self.name: self.cache})
-
-
-def _same(x, other) -> bool:
-    return x is other or x == other
 
 
 # What every module has that says nothing of its forward, where it has no hooks; and settings of the loop around it.

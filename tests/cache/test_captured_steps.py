@@ -526,6 +526,19 @@ def test_a_forward_that_fails_on_the_buffers_runs_as_it_is(model, captures, monk
     ]
 
 
+@pytest.mark.parametrize("where", ["take", "run"])
+def test_no_memory_for_buffers(model, captures, monkeypatch, caplog, where):
+    """The text goes on without them, and the next call tries again."""
+    ids = tokens(1, PROMPT)
+    expected = plain(model, ids)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(graph_kimi_k3.DecodingStep, where, lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError))
+        assert torch.equal(generate(model, ids), expected)
+    assert ["no memory" in message for message in messages(caplog)] == [True]
+    assert not graph_kimi_k3._kept[model]._steps
+    assert torch.equal(generate(model, ids), expected) and captures.captured == 1
+
+
 def test_buffers_live_as_long_as_the_model_and_beside_it(data_dir, captures):
     model, ids = load(data_dir), tokens(1, PROMPT)
     generate(model, ids)
