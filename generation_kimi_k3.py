@@ -166,6 +166,12 @@ class KimiK3GenerationMixin(GenerationMixin):
         return super()._assisted_decoding(input_ids, *args, **kwargs)
 
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        outputs = self._checked_prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if isinstance(generation_config.compile_config, CapturedSteps):
+            generation_config.compile_config.drop_unread(model_kwargs)
+        return outputs
+
+    def _checked_prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
         cache, embeds = model_kwargs.get(CACHE_ARGUMENT), model_kwargs.get("inputs_embeds")
         mask, chunk = model_kwargs.get("attention_mask"), generation_config.prefill_chunk_size
         if embeds is not None and chunk is not None:

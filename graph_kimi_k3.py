@@ -135,6 +135,8 @@ def watched(model, inputs):
                 watch(before)
     waits = []
     for source, message, category, filename, lineno in caught:
+        if "Synchronization debug mode is a prototype" in str(message):  # what watching says of itself
+            continue
         if "called a synchronizing" not in str(message):
             warnings.warn_explicit(message, category, filename, lineno)
         elif source == thread and Path(filename).name != "masking_utils.py":
@@ -386,6 +388,14 @@ class CapturedSteps:
         if self._outputs is None:
             self._outputs = self._with_growing_cache(step.graph.outputs)
         return self._outputs
+
+    def drop_unread(self, model_kwargs: dict) -> None:
+        """Take out of the loop's arguments, behind the prompt, what steps do not read and the loop makes longer with
+        every token: positions of single tokens, and a mask where nothing is padding."""
+        if not self._is_refused:
+            model_kwargs.pop("position_ids", None)
+            if not self.cache.padded:
+                model_kwargs.pop("attention_mask", None)
 
     def _continues(self, inputs) -> bool:
         """Whether the last call's step takes this one as it is."""

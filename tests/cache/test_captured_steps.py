@@ -346,6 +346,18 @@ def test_scores_and_logits_stay_what_they_were(model, captures):
     assert captures.replayed == NEW - 2
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_the_loop_makes_nothing_longer_that_steps_do_not_read(model, captures, monkeypatch, padded):
+    ids, seen = tokens(2, PROMPT), []
+    step = graph_kimi_k3.CapturedSteps.__call__
+    monkeypatch.setattr(
+        graph_kimi_k3.CapturedSteps, "__call__", lambda self, **inputs: seen.append({*inputs}) or step(self, **inputs)
+    )
+    how = {"attention_mask": mask_of(2, padded), "position_ids": torch.arange(PROMPT, device=DEVICE).repeat(2, 1)}
+    assert torch.equal(generate(model, ids, **how), plain(model, ids, **how))
+    assert all("position_ids" not in names and ("attention_mask" in names) == padded for names in seen) and seen
+
+
 def test_a_prompt_in_chunks_and_embeddings(model, captures):
     ids = tokens(2, PROMPT)
     embeds = model.get_input_embeddings()(ids).detach()
