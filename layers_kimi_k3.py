@@ -163,10 +163,12 @@ class KimiK3DeltaAttention(nn.Module):
         conv_weights = self.q_conv1d(), self.k_conv1d(), self.v_conv1d()
         parameters = kda.KDAParameters(self.A_log, self.dt_bias, self.lower_bound)
         boundaries = cache_layer.boundaries(length) if cache_layer is not None and packing is None else []
-        passed = {}
+        tails: tuple[torch.Tensor, ...] | None
+        passed: dict[int, KDAState] = {}
         with kda.full_precision(x.device):
-            few = before.tails is not None and packing is None and length <= kda_step.MAX_TOKENS and not boundaries
-            if few and not self.o_norm.weight.is_meta:  # an offloaded norm has its weight only while it is called
+            few = packing is None and length <= kda_step.MAX_TOKENS and not boundaries
+            few = few and not self.o_norm.weight.is_meta  # an offloaded norm has its weight only while it is called
+            if few and cache_layer is not None and before.tails is not None and before.recurrent is not None:
                 out, tails, recurrent = kda_step.kda_step(
                     *projected,
                     *logits,

@@ -21,15 +21,14 @@ class KDAState(NamedTuple):
     """Of all rows: the last W - 1 inputs of the q, k and v convolutions, three tensors [B, W - 1, H * K or V], and the
     recurrent state [B, H, K, V]; both None before the first token."""
 
-    tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    tails: tuple[torch.Tensor, ...] | None = None
     recurrent: torch.Tensor | None = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "KDAState":
         """The state with `function` applied to each of its tensors."""
         if self.tails is None or self.recurrent is None:
             return self
-        q, k, v = self.tails
-        return KDAState((function(q), function(k), function(v)), function(self.recurrent))
+        return KDAState(tuple(function(tail) for tail in self.tails), function(self.recurrent))
 
 
 @dataclasses.dataclass
@@ -89,7 +88,7 @@ class ProjectedInputs:
         """The tokens at `index` (positions or a mask), copied, so that the others can be freed."""
         return self._map(lambda x: x[index])
 
-    def to(self, device: torch.device) -> "ProjectedInputs":
+    def to(self, device: torch.device | str) -> "ProjectedInputs":
         return self._map(lambda x: x.to(device))
 
     def of_rows(self, indices: list[int]) -> "ProjectedInputs":
@@ -200,6 +199,6 @@ class Recording:
             rows = indices.tolist()
             self.parts = [part.of_rows(rows) for part in self.parts]
 
-    def to(self, device) -> None:
+    def to(self, device: torch.device | str) -> None:
         self.start = self.start.map(lambda x: x.to(device))
         self.parts = [part.to(device) for part in self.parts]

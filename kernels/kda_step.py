@@ -14,14 +14,14 @@ MAX_TOKENS = 16
 
 
 def advance(
-    projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    projected: tuple[torch.Tensor, ...],
     logits: tuple[torch.Tensor, torch.Tensor],
-    conv_weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    conv_weights: tuple[torch.Tensor, ...],
     parameters: kda.KDAParameters,
-    tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    tails: tuple[torch.Tensor, ...] | None,
     state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Tails and states after the tokens of N sequences, without outputs.
 
     Args:
@@ -32,6 +32,7 @@ def advance(
         cu_seqlens: [N + 1] offsets of packed sequences, or None.
     """
     convolved, new_tails = short_conv.short_convs(projected, conv_weights, tails, cu_seqlens)
+    assert new_tails is not None  # kept, unless the call says otherwise
     _, k, v = (x.unflatten(-1, (len(parameters.A_log), -1)) for x in convolved)
     decay, beta = logits
     return new_tails, kda.fused_kda(k, k, v, decay.view_as(k), beta, parameters, state, cu_seqlens)[1]
@@ -44,14 +45,14 @@ def kda_step(
     g: torch.Tensor,
     beta: torch.Tensor,
     gate: torch.Tensor,
-    tails: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    conv_weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tails: tuple[torch.Tensor, ...],
+    conv_weights: tuple[torch.Tensor, ...],
     parameters: kda.KDAParameters,
     norm_weight: torch.Tensor,
     state: torch.Tensor,
     norm_eps: float,
     in_place: bool = False,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
     """
     Args:
         q, k, g: [B, T, H * K] projections: query and key before the convolution, decay logits.
@@ -77,6 +78,7 @@ def kda_step(
         if results is not None:
             return results
     convolved, new_tails = short_conv.short_convs((q, k, v), conv_weights, tails)
+    assert new_tails is not None
     heads = (*q.shape[:2], state.shape[1], -1)
     q, k, v = (x.view(heads) for x in convolved)
     out, new_state = kda.fused_kda(q, k, v, g.view(heads), beta, parameters, initial_state=state)
