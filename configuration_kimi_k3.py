@@ -94,24 +94,6 @@ _LINEAR_ATTN_KEYS = set(_RELEASED_LINEAR_ATTN)
 _ACTIVATIONS = ("situ", "silu")
 
 
-def _written_dict(config: PreTrainedConfig, output: dict[str, Any]) -> dict[str, Any]:
-    """Drop what transformers adds in memory and what must not reach a file that other engines read."""
-    for key in ("_attn_implementation", "_experts_implementation", "output_attentions", "per_layer_config"):
-        if output.get(key) in (None, False):
-            output.pop(key, None)
-    return output
-
-
-def _file_dict(output: dict[str, Any]) -> dict[str, Any]:
-    """What `save_pretrained` writes: all keys, for a value equal to our default is still needed by readers whose
-    default differs; but not where this machine had loaded the config from."""
-    output.pop("_name_or_path", None)
-    for part in ("text_config", "vision_config"):
-        if "_name_or_path" in output.get(part, {}):
-            output[part]["_name_or_path"] = ""
-    return output
-
-
 _FLAGS = (
     "mla_use_nope", "mla_use_output_gate", "latent_moe_use_norm", "moe_renormalize", "use_grouped_topk",
     "tie_word_embeddings", "use_cache", "output_router_logits",
@@ -126,7 +108,33 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-class KimiK3TextConfig(PreTrainedConfig):
+class _FileConfig(PreTrainedConfig):
+    """A configuration whose files other engines read too."""
+
+    def __post_init__(self, **kwargs):
+        kwargs.pop("model_type", None)
+        super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        output = super().to_dict()
+        # what transformers adds in memory must not reach a file that other engines read
+        for key in ("_attn_implementation", "_experts_implementation", "output_attentions", "per_layer_config"):
+            if output.get(key) in (None, False):
+                output.pop(key, None)
+        return output
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What `save_pretrained` writes: all keys, for a value equal to our default is still needed by readers whose
+        default differs; but not where this machine had loaded the config from."""
+        output = self.to_dict()
+        output.pop("_name_or_path", None)
+        for part in ("text_config", "vision_config"):
+            if "_name_or_path" in output.get(part, {}):
+                output[part]["_name_or_path"] = ""
+        return output
+
+
+class KimiK3TextConfig(_FileConfig):
     """Configuration of the text model: KDA and gated MLA layers, Attention Residuals, latent experts.
 
     Every argument is a key of the released `text_config`; see the module docstring for what a missing key means.
@@ -208,7 +216,6 @@ class KimiK3TextConfig(PreTrainedConfig):
     pad_token_id: int | None = 163839
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("model_type", None)
         self.expert_quantization = kwargs.pop("quantization_config", None) or kwargs.pop("expert_quantization", None)
         self._carried = {key: kwargs.pop(key) for key in _CARRIED_KEYS if key in kwargs}
         self._carried.update(kwargs.pop("_carried", {}))
@@ -235,10 +242,7 @@ class KimiK3TextConfig(PreTrainedConfig):
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         if config_dict.get("text_config") is not None:
             # Some tools copy the quantization section to the top level.
-            config_dict = {
-                "quantization_config": config_dict.get("quantization_config"),
-                **config_dict["text_config"],
-            }
+            config_dict = {"quantization_config": config_dict.get("quantization_config"), **config_dict["text_config"]}
         if config_dict.get("model_type") == "kimi_linear":
             config_dict = {**config_dict, "model_type": cls.model_type}
         return config_dict, kwargs
@@ -263,15 +267,12 @@ class KimiK3TextConfig(PreTrainedConfig):
         return super().from_dict({**absent, **config_dict, "linear_attn_config": linear}, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        output = _written_dict(self, super().to_dict())
+        output = super().to_dict()
         output.update(output.pop("_carried", None) or {})
         if (quantization := output.pop("expert_quantization", None)) is not None:
             output["quantization_config"] = quantization
         output["model_type"] = "kimi_linear"
         return output
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        return _file_dict(self.to_dict())
 
     @property
     def layer_types(self) -> list[str]:
@@ -282,12 +283,9 @@ class KimiK3TextConfig(PreTrainedConfig):
     @property
     def mlp_layer_types(self) -> list[str]:
         """`dense` or `sparse` for each layer."""
-        return [
-            "sparse"
-            if self.num_experts and i >= self.first_k_dense_replace and i % self.moe_layer_freq == 0
-            else "dense"
-            for i in range(self.num_hidden_layers)
-        ]
+        first, every = self.first_k_dense_replace, self.moe_layer_freq
+        sparse = [bool(self.num_experts) and i >= first and i % every == 0 for i in range(self.num_hidden_layers)]
+        return ["sparse" if is_sparse else "dense" for is_sparse in sparse]
 
     @property
     def head_dim(self) -> int:
@@ -532,7 +530,7 @@ class KimiK3TextConfig(PreTrainedConfig):
                 raise ValueError(f"{name} ({size}) must be a multiple of 32, the MXFP4 group, for packed experts")
 
 
-class KimiK3VisionConfig(PreTrainedConfig):
+class KimiK3VisionConfig(_FileConfig):
     """Configuration of the vision tower (MoonViT-V2) and of the projector into the text width."""
 
     model_type = "kimi_k3_vision"
@@ -564,7 +562,6 @@ class KimiK3VisionConfig(PreTrainedConfig):
     vt_num_hidden_layers: int = 27
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("model_type", None)
         # The released file asks for flash_attention_2; which kernel runs is the user's choice at load time.
         kwargs.pop("_attn_implementation", None)
         super().__post_init__(**kwargs)
@@ -574,14 +571,8 @@ class KimiK3VisionConfig(PreTrainedConfig):
                 f"({self.vt_num_attention_heads})"
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        return _written_dict(self, super().to_dict())
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        return _file_dict(self.to_dict())
-
-
-class KimiK3Config(PreTrainedConfig):
+class KimiK3Config(_FileConfig):
     """Configuration of the multimodal model, as `config.json` of the released checkpoint holds it.
 
     Args:
@@ -605,7 +596,6 @@ class KimiK3Config(PreTrainedConfig):
     pad_token_id: int | None = 163839
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("model_type", None)
         if self.text_config is None:
             if self.vision_config is None:
                 self.vision_config = KimiK3VisionConfig()
@@ -640,13 +630,10 @@ class KimiK3Config(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        output = _written_dict(self, super().to_dict())
+        output = super().to_dict()
         if output.get("vision_config") is None:
             output.pop("vision_config", None)
         return output
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        return _file_dict(self.to_dict())
 
 
 __all__ = ["KimiK3Config", "KimiK3TextConfig", "KimiK3VisionConfig"]
