@@ -17,13 +17,13 @@ packed weights with their scales.
 
 import dataclasses
 import inspect
+import itertools
 import json
 import math
 import os
-import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -36,6 +36,8 @@ from transformers.core_model_loading import (
     WeightTransform,
     revert_weight_conversion,
 )
+
+from .kernels_kimi_k3 import mxfp4
 
 # This module hooks into transformers' loader at two places. If a release moves them, say so at import: without the
 # conversions a checkpoint would load as random weights with one warning.
@@ -53,11 +55,11 @@ DTYPES = {
     "U8": torch.uint8,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# The matrices of an expert that one parameter of all experts holds, in the order of its rows.
+FUSED_EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 # (name in the file, safetensors dtype, shape)
 Stored = tuple[str, str, tuple[int, ...]]
-# (packed codes, scales, dtype) -> values
-Decoder = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
 
 
 def padded_heads(heads: int) -> int:
@@ -116,10 +118,6 @@ class HeadsToFile(ConversionOps):
         padding = tensor.new_zeros(math.prod(shape) - tensor.numel())
         return {target_patterns[0]: torch.cat([tensor, padding]).view(shape)}
 
-    @property
-    def reverse_op(self) -> HeadsFromFile:
-        return HeadsFromFile(self.file_shape)
-
 
 class StackExperts(MergeModulelist):
     """The tensors of every expert to one [E, rows, columns]; w1 and w3 follow each other in the rows.
@@ -152,17 +150,9 @@ class UnstackExperts(ConversionOps):
             for expert, matrix in enumerate(part.unbind(0))
         }
 
-    @property
-    def reverse_op(self) -> StackExperts:
-        return StackExperts()
-
 
 class DequantizeExperts(MergeModulelist):
     """Packed experts of a file to one floating-point parameter [E, rows, columns], one expert at a time."""
-
-    def __init__(self, dequantize: Decoder):
-        super().__init__()
-        self.dequantize = dequantize
 
     def convert(  # type: ignore[override]  # the base's is decorated
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
@@ -173,32 +163,25 @@ class DequantizeExperts(MergeModulelist):
         pairs = [
             (input_dict[p], input_dict[s]) for p, s in zip(source_patterns[::2], source_patterns[1::2], strict=True)
         ]
+
         # The loader has cast the bytes to the parameter's dtype; they are exact in every floating-point dtype.
+        def decoded(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return mxfp4.dequantize_mxfp4(packed.to(torch.uint8), scale.to(torch.uint8), dtype)
+
         experts = [
-            torch.cat(
-                [self.dequantize(packed[e].to(torch.uint8), scale[e].to(torch.uint8), dtype) for packed, scale in pairs]
-            )
-            for e in range(len(pairs[0][0]))
+            torch.cat([decoded(packed[e], scale[e]) for packed, scale in pairs]) for e in range(len(pairs[0][0]))
         ]
         return {target_patterns[0]: torch.stack(experts)}
 
-    @property
-    def reverse_op(self) -> NoReturn:
-        raise NotImplementedError("dequantized experts are saved as floating point")
-
 
 def weight_conversions(
-    config: PreTrainedConfig,
-    expert_storage: str,
-    dequantize: Decoder | None = None,
-    a_log_shape: tuple[int, ...] | None = None,
+    config: PreTrainedConfig, expert_storage: str, a_log_shape: tuple[int, ...] | None = None
 ) -> list[WeightTransform]:
     """Conversions between the released layout and a model.
 
     Args:
         config: the model's config.
         expert_storage: `packed`, `float`, or `dequantize` (packed in the file, floating point in the model).
-        dequantize: the MXFP4 decoder, for `dequantize`.
         a_log_shape: of `A_log` in the files, which saving writes again.
     """
     conversions: list[WeightTransform] = [
@@ -206,27 +189,14 @@ def weight_conversions(
     ]
     if not config.get_text_config(decoder=True).num_experts:
         return conversions
-    if expert_storage == "dequantize":
-        assert dequantize is not None
-        for parts, target in ((("w1", "w3"), "gate_up_proj"), (("w2",), "down_proj")):
-            sources = [rf"\.experts.*.{w}.weight_{kind}" for w in parts for kind in ("packed", "scale")]
-            conversions.append(
-                WeightConverter(sources, rf"\.experts.{target}", operations=[DequantizeExperts(dequantize)])
-            )
-        return conversions
-    for kind in ("_packed", "_scale") if expert_storage == "packed" else ("",):
-        conversions += [
-            WeightConverter(
-                [rf"\.experts.*.w1.weight{kind}", rf"\.experts.*.w3.weight{kind}"],
-                rf"\.experts.gate_up_proj{kind}",
-                operations=[StackExperts()],
-            ),
-            WeightConverter(
-                rf"\.experts.*.w2.weight{kind}",
-                rf"\.experts.down_proj{kind}",
-                operations=[StackExperts()],
-            ),
-        ]
+    for fused, matrices in FUSED_EXPERTS.items():
+        if expert_storage == "dequantize":
+            sources = [rf"\.experts.*.{w}.weight_{kind}" for w in matrices for kind in ("packed", "scale")]
+            conversions.append(WeightConverter(sources, rf"\.experts.{fused}", operations=[DequantizeExperts()]))
+            continue
+        for kind in ("_packed", "_scale") if expert_storage == "packed" else ("",):
+            sources = [rf"\.experts.*.{w}.weight{kind}" for w in matrices]
+            conversions.append(WeightConverter(sources, rf"\.experts.{fused}{kind}", operations=[StackExperts()]))
     return conversions
 
 
@@ -249,8 +219,7 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        length = int.from_bytes(file.read(8), "little")
         if length > size - 8:
             raise ValueError(f"{path} is cut off or is not a safetensors file")
         try:
@@ -396,13 +365,13 @@ def _expected(model, expert_storage):
         if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
             expected[name] = (_NAMES[tensor.dtype], tuple(tensor.shape))
             continue
-        prefix = name.rsplit(".", 1)[0]
+        prefix, fused = name.rsplit(".", 1)
         experts, rows, columns = tensor.shape
-        matrices = ("w1", "w3") if name.endswith("gate_up_proj") else ("w2",)
-        for w in matrices:
-            for e in range(experts):
-                expected[f"{prefix}.{e}.{w}.weight_packed"] = ("U8", (rows // len(matrices), columns // 2))
-                expected[f"{prefix}.{e}.{w}.weight_scale"] = ("U8", (rows // len(matrices), columns // 32))
+        matrices = FUSED_EXPERTS[fused]
+        for w, e in itertools.product(matrices, range(experts)):
+            matrix = f"{prefix}.{e}.{w}.weight"
+            expected[f"{matrix}_packed"] = ("U8", (rows // len(matrices), columns // 2))
+            expected[f"{matrix}_scale"] = ("U8", (rows // len(matrices), columns // mxfp4.GROUP))
     return expected
 
 

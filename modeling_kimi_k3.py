@@ -137,7 +137,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
-        conversions = weight_conversions(model.config, model.expert_storage, mxfp4.dequantize_mxfp4)
+        conversions = weight_conversions(model.config, model.expert_storage)
         result = load_checked(
             model, state_dict, checkpoint_files, load_config, conversions, model.expert_storage, *args, **kwargs
         )

@@ -25,6 +25,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from ..checkpoint_kimi_k3 import (
     DTYPES,
+    FUSED_EXPERTS,
     NATIVE_DENSE_MLP,
     apply_renamings,
     check_tensors,
@@ -57,8 +58,6 @@ ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | dict(
     I64=8, U64=8, C64=8, I32=4, U32=4, I16=2, U16=2, I8=1, BOOL=1, F8_E4M3=1, F8_E5M2=1
 )
 INDEX = "model.safetensors.index.json"
-# The matrices of an expert that one fused tensor of ours or of transformers holds, in the order of its rows.
-FUSED_EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 FUSED_CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 VISION = ("vision_tower.", "mm_projector.")  # what plain names of tower and projector start with
 
