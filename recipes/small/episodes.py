@@ -14,6 +14,7 @@ part of the episodes (`needles`, `associative`, `tracking`, `sequence`, `stacks`
 Numbers are drawn from the same ranges, at random in both.
 """
 
+import bisect
 import itertools
 import random
 import re
@@ -108,41 +109,36 @@ class Vocabulary:
         return cls(tuple(NOUNS), short, tuple(HELD_OUT_NAMES), (3,), (5,))
 
     def draw(self, rng: random.Random, kind: str) -> str:
-        if kind == "short":
-            return rng.choice(self.short)
-        if kind == "word":
-            return rng.choice(self.words)
-        if kind == "invented":
-            return "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(rng.choice(self.syllables)))
-        if kind == "two_words":
-            return f"{rng.choice(self.words)}-{rng.choice(self.words)}"
-        if kind == "name":
-            name = rng.choice(self.names)
-            return f"{name} {rng.choice(SURNAMES)}" if rng.random() < 0.3 else name
-        if kind == "city":
-            return rng.choice(CITIES)
-        if kind == "digit":
-            return str(rng.randrange(10))
-        if kind == "five_digits":
-            return str(rng.randrange(10_000, 100_000))
-        if kind == "seven_digits":
-            return str(rng.randrange(10**6, 10**7))
-        if kind == "number":
-            return str(rng.randrange(10 ** rng.randrange(1, 7), 10**7))[: rng.randrange(2, 8)]
-        if kind == "capitals":
-            return "".join(rng.choices(LETTERS, k=rng.choice(self.capitals)))
-        raise ValueError(f"no kind of key or value is called {kind!r}")
+        return DRAWN[kind](self, rng)
 
     def distinct(self, rng: random.Random, kind: str, most: int) -> list[str]:
         """Up to `most` different words of a kind; fewer if the vocabulary has fewer."""
-        found = {}
+        drawn = {}
         for _ in range(2 * most + 20):
-            if len(found) == most:
+            if len(drawn) == most:
                 break
-            found.setdefault(self.draw(rng, kind))
-        return list(found)
+            drawn.setdefault(self.draw(rng, kind))
+        return list(drawn)
 
 
+# kind of a key or value: how one is drawn
+DRAWN = {
+    "short": lambda vocabulary, rng: rng.choice(vocabulary.short),
+    "word": lambda vocabulary, rng: rng.choice(vocabulary.words),
+    "invented": lambda vocabulary, rng: "".join(
+        rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(rng.choice(vocabulary.syllables))
+    ),
+    "two_words": lambda vocabulary, rng: f"{rng.choice(vocabulary.words)}-{rng.choice(vocabulary.words)}",
+    "name": lambda vocabulary, rng: (
+        rng.choice(vocabulary.names) + (f" {rng.choice(SURNAMES)}" if rng.random() < 0.3 else "")
+    ),
+    "city": lambda vocabulary, rng: rng.choice(CITIES),
+    "digit": lambda vocabulary, rng: str(rng.randrange(10)),
+    "five_digits": lambda vocabulary, rng: str(rng.randrange(10_000, 100_000)),
+    "seven_digits": lambda vocabulary, rng: str(rng.randrange(10**6, 10**7)),
+    "number": lambda vocabulary, rng: str(rng.randrange(10 ** rng.randrange(1, 7), 10**7))[: rng.randrange(2, 8)],
+    "capitals": lambda vocabulary, rng: "".join(rng.choices(LETTERS, k=rng.choice(vocabulary.capitals))),
+}
 KEYS = ("short", "word", "invented", "two_words", "name", "number", "capitals")
 VALUES = ("short", "word", "digit", "five_digits", "seven_digits", "number", "city", "invented")
 
@@ -161,27 +157,21 @@ class Script:
     """A text of which some spans are answers."""
 
     def __init__(self):
-        self.parts, self.spans, self.size = [], [], 0
+        self.parts: list[tuple[str, bool]] = []  # (text, whether it is an answer)
 
     def say(self, text: str):
-        self.parts.append(text)
-        self.size += len(text)
+        self.parts.append((text, False))
 
     def answer(self, text: str):
-        self.spans.append((self.size, self.size + len(text)))
-        self.say(text)
+        self.parts.append((text, True))
 
     def encode(self, backend) -> tuple[list[int], list[float]]:
         """(ids, weights) of the whole text as the tokenizer splits it."""
-        encoding = backend.encode("".join(self.parts), add_special_tokens=False)
-        weights, spans = [0.0] * len(encoding.ids), iter([*self.spans, (self.size + 1, self.size + 1)])
-        start, end = next(spans)
-        for i, (first, last) in enumerate(encoding.offsets):
-            while first >= end:
-                start, end = next(spans)
-            if start < last <= end:  # a token that extends beyond the answer belongs to what follows
-                weights[i] = ANSWER_WEIGHT
-        return encoding.ids, weights
+        encoding = backend.encode("".join(text for text, _ in self.parts), add_special_tokens=False)
+        ends = list(itertools.accumulate(len(text) for text, _ in self.parts))
+        # a token belongs to the part in which it ends
+        answers = (self.parts[bisect.bisect_left(ends, end)][1] for _, end in encoding.offsets)
+        return encoding.ids, [ANSWER_WEIGHT if answer else 0.0 for answer in answers]
 
 
 # --- facts and questions ---------------------------------------------------------------------------------------------
@@ -354,24 +344,24 @@ def asked_in_between(rng, vocabulary, backend, size, easy):
 
 def stacks(rng, vocabulary, backend, size, easy):
     """Words pushed on stacks and popped from them; the word on top is asked for in between and at the end."""
-    script, held = Script(), [[] for _ in range(rng.choice((1, 2, 3, 4, 4, 6)))]
-    script.say(f"Words are pushed on {len(held)} stacks and popped from them. Keep track of what lies on top.\n")
+    script, piles = Script(), [[] for _ in range(rng.choice((1, 2, 3, 4, 4, 6)))]
+    script.say(f"Words are pushed on {len(piles)} stacks and popped from them. Keep track of what lies on top.\n")
     ask = rng.choice((0.0, 0.2, 0.4))
-    for _ in range(max(4, round(size / (10 + 14 * ask)) - 2 * len(held))):
-        which = rng.randrange(len(held))
-        if len(held[which]) > 1 and rng.random() < 0.5:
-            held[which].pop()
+    for _ in range(max(4, round(size / (10 + 14 * ask)) - 2 * len(piles))):
+        which = rng.randrange(len(piles))
+        if len(piles[which]) > 1 and rng.random() < 0.5:
+            piles[which].pop()
             script.say(f"pop from stack {which + 1}\n")
         else:
-            held[which].append(vocabulary.draw(rng, "short" if easy else "word"))
-            script.say(f"push {held[which][-1]} on stack {which + 1}\n")
+            piles[which].append(vocabulary.draw(rng, "short" if easy else "word"))
+            script.say(f"push {piles[which][-1]} on stack {which + 1}\n")
         if rng.random() < ask:
             script.say(f"The word on top of stack {which + 1} is")
-            script.answer(f" {held[which][-1]}\n")
-    for which in rng.sample(range(len(held)), len(held)):
-        if held[which]:
+            script.answer(f" {piles[which][-1]}\n")
+    for which in rng.sample(range(len(piles)), len(piles)):
+        if piles[which]:
             script.say(f"\nThe word on top of stack {which + 1} is")
-            script.answer(f" {held[which][-1]}{END}")
+            script.answer(f" {piles[which][-1]}{END}")
     return script.encode(backend)
 
 
@@ -407,13 +397,13 @@ def hidden_in_text(rng, vocabulary, corpus, size):
 def episode(rng, corpus, size, easy_share):
     """One episode of at most `size` tokens: (ids, weights)."""
     vocabulary, backend = corpus.vocabulary, corpus.backend
-    if rng.random() < 0.5 and (found := hidden_in_text(rng, vocabulary, corpus, size)) is not None:
-        return found
+    if rng.random() < 0.5 and (hidden := hidden_in_text(rng, vocabulary, corpus, size)) is not None:
+        return hidden
     make = rng.choices((told_in_a_row, asked_in_between, stacks), (0.5, 0.35, 0.15))[0]
     easy = rng.random() < easy_share
-    wanted = size
+    planned = size
     while True:
-        ids, weights = make(rng, vocabulary, backend, wanted, easy)
-        if len(ids) <= size or wanted < 16:
+        ids, weights = make(rng, vocabulary, backend, planned, easy)
+        if len(ids) <= size or planned < 16:
             return ids[:size], weights[:size]
-        wanted = round(wanted * min(0.95 * size / len(ids), 0.9))
+        planned = round(planned * min(0.95 * size / len(ids), 0.9))

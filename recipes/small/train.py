@@ -124,11 +124,7 @@ class Trainee:
             self.weights.give_weights()
 
     def save(self, path, progress):
-        state = {
-            "model": self.weights.state(),
-            "optimizer": self.optimizer.state_dict(),
-            "progress": progress,
-        }
+        state = {"model": self.weights.state(), "optimizer": self.optimizer.state_dict(), "progress": progress}
         save_state(state, path)
 
     def load(self, path):
@@ -177,8 +173,8 @@ class Run:
                         f"--time-limit {options.time_limit:.0f} leaves no second to train: the start took {spent:.0f}, "
                         f"{options.reserve:.0f} are kept for the end (--reserve)"
                     )
-            self.progress = {"step": 0, "steps": options.steps, "budget": budget, "trained": 0.0, "tokens": 0}
-            self.progress["starts"] = 0
+            counters = {"step": 0, "trained": 0.0, "tokens": 0, "starts": 0}
+            self.progress = {"steps": options.steps, "budget": budget, **counters}
         self.progress["starts"] += 1
         self.log.write_text("".join(f"{line}\n" for line in lines))
         self.began, self.before = time.monotonic(), self.progress["trained"]
@@ -212,15 +208,10 @@ class Run:
 
     def train(self):
         """Trains to the end and returns True, or False if `--stop-after` came before it."""
-        options, trainee = self.options, self.trainee
+        options, trainee, stage, batches = self.options, self.trainee, None, None
+        last_save, measured = time.monotonic(), math.floor(self.done() * options.evaluations)
         bar = tqdm(total=self.progress["steps"], initial=self.step, desc="train", unit="step", mininterval=1.0)
-        last_save, measured, stage, batches = (
-            time.monotonic(),
-            math.floor(self.done() * options.evaluations),
-            None,
-            None,
-        )
-        with self.log.open("a") as stream:
+        with bar, self.log.open("a") as stream:
             while (done := self.done()) < 1:
                 now, context, easy_share = stage_at(done, options.longest)
                 if now != stage:
@@ -235,10 +226,8 @@ class Run:
                 metrics["seconds"] = round(self.seconds(), 2)
                 if math.floor(self.done() * options.evaluations) > measured:
                     measured += 1
-                    lengths = [min(1024, options.longest)]
-                    metrics["evaluation"] = evaluate(
-                        trainee.model, self.held_out, lengths, 8, lengths[0], most_windows=8
-                    )
+                    length = min(1024, options.longest)
+                    metrics["evaluation"] = evaluate(trainee.model, self.held_out, [length], 8, length, most_windows=8)
                 stream.write(json.dumps(metrics) + "\n")
                 stream.flush()
                 bar.update()
@@ -250,10 +239,8 @@ class Run:
                     trainee.save(self.path, self.progress)
                     last_save = time.monotonic()
                 if stop:
-                    bar.close()
                     print(f"stopped after {here:.0f} s at step {self.step}; run again to continue")
                     return False
-        bar.close()
         return True
 
 
@@ -292,8 +279,7 @@ def draw_curves(log, path):
     top, bottom = figure.subplots(2, 1, sharex=True)
 
     def curve(axes, key, label, colour, style):
-        found = [(entry["step"], entry[key]) for entry in entries if entry[key] is not None]
-        steps, values = zip(*found, strict=True)
+        steps, values = zip(*((entry["step"], entry[key]) for entry in entries if entry[key] is not None), strict=True)
         smooth = list(itertools.accumulate(values, lambda mean, value: 0.9 * mean + 0.1 * value))
         axes.plot(steps, values, color=colour, alpha=0.2, linewidth=0.7)
         axes.plot(steps, smooth, color=colour, linewidth=1.8, linestyle=style, label=label)
@@ -304,14 +290,12 @@ def draw_curves(log, path):
     top.set_ylabel("training loss (nats per token)")
     measured = [(entry["step"], entry["evaluation"]) for entry in entries if "evaluation" in entry]
     if measured:
-        steps = [step for step, _ in measured]
-        bits = [found["bits_per_byte"]["all"] for _, found in measured]
+        steps, results = zip(*measured, strict=True)
+        bits = [result["bits_per_byte"]["all"] for result in results]
         bottom.plot(steps, bits, color=blue, marker="o", markersize=4, label="held-out text: bits per byte")
-        (length,) = measured[0][1]["recall_by_keys"]
-        for keys, colour, style in zip(
-            measured[0][1]["recall_by_keys"][length], (green, purple), ("-.", ":"), strict=False
-        ):
-            exact = [found["recall_by_keys"][length][keys]["exact"] for _, found in measured]
+        ((length, by_keys),) = results[0]["recall_by_keys"].items()
+        for keys, colour, style in zip(by_keys, (green, purple), ("-.", ":"), strict=False):
+            exact = [result["recall_by_keys"][length][keys]["exact"] for result in results]
             label = f"held out: whole answers right, {keys} key{'s' * (keys != '1')} in {length} tokens"
             bottom.plot(steps, exact, color=colour, marker="s", markersize=4, linestyle=style, label=label)
     bottom.set_ylabel("bits per byte, share right")
