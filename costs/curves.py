@@ -1,5 +1,6 @@
 """Simulated replays of a trace at several concurrencies, and their table and picture."""
 
+import itertools
 from pathlib import Path
 
 from tqdm import tqdm
@@ -22,12 +23,10 @@ def simulate(
     """One curve for every pair of host and SSD bytes in `tiers`, a point for every concurrency,
     each measured for `minutes` simulated minutes, after half as many of warm-up."""
     curves: dict[str, list[Result]] = {name: [] for name in tiers}
-    with tqdm(total=len(tiers) * len(concurrencies), desc="simulating", unit="run", leave=False) as bar:
-        for name, (host, ssd) in tiers.items():
-            for concurrency in concurrencies:
-                run = Simulation(cost, node, sessions, concurrency, host, ssd, **options)
-                curves[name].append(run.run(30 * minutes, 60 * minutes))
-                bar.update()
+    runs = list(itertools.product(tiers, concurrencies))
+    for name, concurrency in tqdm(runs, desc="simulating", unit="run", leave=False):
+        run = Simulation(cost, node, sessions, concurrency, *tiers[name], **options)
+        curves[name].append(run.run(30 * minutes, 60 * minutes))
     return curves
 
 

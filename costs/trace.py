@@ -6,6 +6,7 @@ before the next one, while tools run. The first `shared` tokens of the first tur
 prompt, tools).
 """
 
+import itertools
 import json
 import random
 import statistics
@@ -26,11 +27,8 @@ class Session:
 
     def inputs(self) -> list[int]:
         """Input tokens of every turn."""
-        found, context = [], 0
-        for new, output, _ in self.turns:
-            found.append(context + new)
-            context += new + output
-        return found
+        texts = itertools.accumulate(new + output for new, output, _ in self.turns)
+        return [text - output for text, (_, output, _) in zip(texts, self.turns, strict=True)]
 
 
 def generate(sessions: int, seed: int = 0) -> list[Session]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from transformers import StoppingCriteria, TextStreamer
+from transformers import TextStreamer
 
 from .prefix_cache import PrefixCache
 
@@ -75,16 +75,6 @@ class _Text(TextStreamer):
             self.job.emit(text)
 
 
-class _Interrupted(StoppingCriteria):
-    def __init__(self, job: Job, text: _Text, closing: threading.Event):
-        self.job, self.text, self.closing = job, text, closing
-
-    def __call__(self, input_ids, scores, **kwargs):
-        over = self.job.cancelled.is_set() or self.text.stopped or self.closing.is_set()
-        over = over or time.monotonic() > self.job.deadline
-        return torch.full((input_ids.shape[0],), over, dtype=torch.bool, device=input_ids.device)
-
-
 class Engine:
     """Runs jobs in the order in which they came.
 
@@ -140,6 +130,11 @@ class Engine:
 
     def _run(self, job: Job) -> None:
         text = _Text(self.tokenizer, job)
+
+        def interrupted(input_ids, scores, **kwargs):
+            stop = job.cancelled.is_set() or text.stopped or self._aborting.is_set() or time.monotonic() > job.deadline
+            return torch.full((1,), stop, dtype=torch.bool, device=input_ids.device)
+
         if job.seed is not None:
             torch.manual_seed(job.seed)
         # top_k=0 switches off the cut at 50 that generation defaults carry
@@ -149,12 +144,12 @@ class Engine:
             max_new_tokens=job.max_tokens,
             do_sample=job.temperature > 0,
             streamer=text,
-            stopping_criteria=[_Interrupted(job, text, self._aborting)],
+            stopping_criteria=[interrupted],
             **sampling,
         )
         job.cached = prefilled.hit
-        ended = self._end_tokens()
-        if text.stopped or int(output[0, -1]) in ended:
+        end = self.cache.model.generation_config.eos_token_id
+        if text.stopped or int(output[0, -1]) in ([end] if isinstance(end, int) else end or []):
             job.finish = "stop"
         elif job.tokens >= job.max_tokens:
             job.finish = "length"
@@ -162,7 +157,3 @@ class Engine:
             raise EngineFull("the server is shutting down")
         elif not job.cancelled.is_set():
             raise TimeoutError
-
-    def _end_tokens(self) -> set[int]:
-        end = self.cache.model.generation_config.eos_token_id
-        return set() if end is None else {end} if isinstance(end, int) else set(end)

@@ -138,34 +138,20 @@ class DSparkLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class MarkovHead(nn.Module):
-    """w2 w1[token]: a bias on the logits of the token that follows."""
-
-    def __init__(self, config: DSparkConfig):
-        super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
-
-
-class ConfidenceHead(nn.Module):
-    def __init__(self, config: DSparkConfig):
-        super().__init__()
-        self.proj = nn.Linear(config.hidden_size + config.markov_rank, 1)
-
-
 class DSparkDraft(nn.Module):
     """The draft; `lm_head` is the target's and is passed in."""
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
-        self.config, hidden = config, config.hidden_size
+        self.config, hidden, vocabulary, rank = config, config.hidden_size, config.vocab_size, config.markov_rank
         self.context_proj = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
         self.context_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
-        self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        self.embed_tokens = nn.Embedding(vocabulary, hidden)
         self.layers = nn.ModuleList(DSparkLayer(config) for _ in range(config.num_hidden_layers))
         self.final_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
-        self.markov_head = MarkovHead(config)
-        self.confidence_head = ConfidenceHead(config)
+        w1, w2 = nn.Embedding(vocabulary, rank), nn.Linear(rank, vocabulary, bias=False)
+        self.markov_head = nn.ModuleDict({"markov_w1": w1, "markov_w2": w2})
+        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(hidden + rank, 1)})
 
     def taps(self, hidden_states: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The target's hidden states (entry l is what layer l reads), concatenated: [B, T, taps * hidden]."""
@@ -203,8 +189,7 @@ class DSparkDraft(nn.Module):
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(asdict(self.config), indent=2) + "\n", encoding="utf-8")
-        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, folder / "model.safetensors")
+        save_file(self.state_dict(), folder / "model.safetensors")
 
     @classmethod
     def load(cls, folder: Path, target: torch.nn.Module) -> "DSparkDraft":
