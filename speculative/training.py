@@ -37,18 +37,14 @@ ADAMW = 4.0  # its rate, relative to Muon's: the tables of the Markov head start
 
 def sizes(config) -> DSparkConfig:
     """A draft of one layer for a model of that size; it taps four layers spread over the depth."""
+    names = ("vocab_size", "hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+             "v_head_dim")  # fmt: skip
     layers = config.num_hidden_layers
     return DSparkConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
+        **{name: getattr(config, name) for name in names},
         intermediate_size=4 * config.hidden_size,
         num_hidden_layers=1,
-        num_attention_heads=config.num_attention_heads,
         q_lora_rank=config.q_lora_rank or config.hidden_size // 2,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        v_head_dim=config.v_head_dim,
         target_layer_ids=tuple(sorted({layers // 4, layers // 2, 3 * layers // 4, layers - 1})),
         mask_token_id=config.pad_token_id or 0,
         markov_rank=64,
@@ -167,13 +163,13 @@ def main(argv: list[str] | None = None):
     draft.embed_tokens.requires_grad_(False)
     lm_head = model.get_output_embeddings().requires_grad_(False)
     optimizer = PerHeadMuon(groups(draft))
-    state, start, shares = options.out / "training.pt", 0, []
+    state, shares = options.out / "training.pt", []  # mean acceptance of every step
     if saved := resumed(state, chosen):
         draft.load_state_dict(saved["draft"])
         optimizer.load_state_dict(saved["optimizer"])
-        start, shares = saved["step"], saved["shares"]
+        shares = saved["shares"]
     taps, outputs = observe(model, draft, windows)
-    bar = tqdm(range(start, options.steps), initial=start, total=options.steps, unit="step")
+    bar = tqdm(range(len(shares), options.steps), initial=len(shares), total=options.steps, unit="step")
     for step in bar:
         draw = torch.Generator().manual_seed(options.seed + step)
         rows = torch.randint(len(windows), (ROWS,), generator=draw)
@@ -189,8 +185,8 @@ def main(argv: list[str] | None = None):
         shares.append(share)
         bar.set_postfix(loss=f"{loss.item():.3f}", accepted=f"{share:.3f}")
         if (step + 1) % SAVED_EVERY == 0:
-            saved = {"settings": chosen, "step": step + 1, "shares": shares}
-            save_state({**saved, "draft": draft.state_dict(), "optimizer": optimizer.state_dict()}, state)
+            saved = {"settings": chosen, "shares": shares, "draft": draft.state_dict()}
+            save_state({**saved, "optimizer": optimizer.state_dict()}, state)
     draft.to(torch.bfloat16).save(options.out)
     last = shares[-100:]
     report = {
@@ -202,8 +198,8 @@ def main(argv: list[str] | None = None):
         "transformers": transformers.__version__,
     }
     (options.out / "training_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    for kept in (file, state):
-        kept.unlink(missing_ok=True)
+    file.unlink()
+    state.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
