@@ -37,6 +37,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from .configuration_kimi_k3 import MXFP4_GROUP
 from .kernels_kimi_k3 import mxfp4
 
 # This module hooks into transformers' loader at two places. If a release moves them, say so at import: without the
@@ -371,7 +372,7 @@ def _expected(model, expert_storage):
         for w, e in itertools.product(matrices, range(experts)):
             matrix = f"{prefix}.{e}.{w}.weight"
             expected[f"{matrix}_packed"] = ("U8", (rows // len(matrices), columns // 2))
-            expected[f"{matrix}_scale"] = ("U8", (rows // len(matrices), columns // mxfp4.GROUP))
+            expected[f"{matrix}_scale"] = ("U8", (rows // len(matrices), columns // MXFP4_GROUP))
     return expected
 
 

@@ -31,6 +31,9 @@ if not Version(MINIMUM_TRANSFORMERS) <= Version(Version(transformers.__version__
         f"installed: pip install 'transformers>={MINIMUM_TRANSFORMERS},<{NEXT_MAJOR}'"
     )
 
+# How routed experts are packed: neighbouring input columns under one scale, as `kernels/mxfp4.py` decodes them.
+MXFP4_FORMAT, MXFP4_GROUP = "mxfp4-pack-quantized", 32
+
 # 1-indexed, as in the file: 23 x [KDA, KDA, KDA, MLA], then one more MLA.
 _RELEASED_MLA_LAYERS = [*range(4, 93, 4), 93]
 _RELEASED_LINEAR_ATTN = {
@@ -519,15 +522,17 @@ class KimiK3TextConfig(_FileConfig):
         quantization = self.expert_quantization
         if not isinstance(quantization, dict):
             raise ValueError(f"quantization_config must be a dict, got {quantization!r}")
-        if quantization.get("format") != "mxfp4-pack-quantized":
+        if quantization.get("format") != MXFP4_FORMAT:
             raise ValueError(
                 f"quantization_config.format {quantization.get('format')!r} is not implemented; "
-                "routed experts may be packed as 'mxfp4-pack-quantized'"
+                f"routed experts may be packed as {MXFP4_FORMAT!r}"
             )
         for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
             size = getattr(self, name) or self.hidden_size
-            if size % 32:
-                raise ValueError(f"{name} ({size}) must be a multiple of 32, the MXFP4 group, for packed experts")
+            if size % MXFP4_GROUP:
+                raise ValueError(
+                    f"{name} ({size}) must be a multiple of {MXFP4_GROUP}, the MXFP4 group, for packed experts"
+                )
 
 
 class KimiK3VisionConfig(_FileConfig):

@@ -24,6 +24,7 @@ from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .configuration_kimi_k3 import MXFP4_GROUP
 from .layers_kimi_k3 import run_layers
 from .packing_kimi_k3 import causal_mask, find_packing
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 if dist.is_available():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-
-MXFP4_GROUP = 32
 
 
 def complete_gradient(x: torch.Tensor, mesh: "DeviceMesh") -> torch.Tensor:

@@ -11,8 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 from ..checkpoint_kimi_k3 import plain_name
-from ..configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
-from ..kernels.mxfp4 import GROUP
+from ..configuration_kimi_k3 import MXFP4_FORMAT, MXFP4_GROUP, KimiK3Config, KimiK3TextConfig
 from .source import (
     DTYPES,
     FUSED_CONVOLUTIONS,
@@ -34,7 +33,7 @@ EXPERTS = {"bf16": "BF16", "fp32": "F32", "mxfp4": "U8"}
 MXFP4_SECTION = {
     "config_groups": {
         "group_0": {
-            "format": "mxfp4-pack-quantized",
+            "format": MXFP4_FORMAT,
             "input_activations": None,
             "output_activations": None,
             "targets": ["Linear"],
@@ -42,7 +41,7 @@ MXFP4_SECTION = {
                 "actorder": None,
                 "block_structure": None,
                 "dynamic": False,
-                "group_size": GROUP,
+                "group_size": MXFP4_GROUP,
                 "num_bits": 4,
                 "observer": "minmax",
                 "observer_kwargs": {},
@@ -54,7 +53,7 @@ MXFP4_SECTION = {
             },
         }
     },
-    "format": "mxfp4-pack-quantized",
+    "format": MXFP4_FORMAT,
     "global_compression_ratio": None,
     "ignore": [
         "re:.*self_attn.*",
@@ -367,7 +366,7 @@ def _natural(name: str) -> list:
 def _packed(names, label, parts, shape) -> Shard:
     """Codes and scales of one matrix of an expert."""
     rows, columns = shape
-    entries = dict(zip(names, [("U8", (rows, columns // 2)), ("U8", (rows, columns // GROUP))], strict=True))
+    entries = dict(zip(names, [("U8", (rows, columns // 2)), ("U8", (rows, columns // MXFP4_GROUP))], strict=True))
     if len(parts) == 1:
         places = tuple((name, 0) for name in names)
         return Shard(entries, [Step("pack", label, parts, places, sum(map(_nbytes, entries.values())))])

@@ -14,10 +14,10 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..configuration_kimi_k3 import KimiK3TextConfig
+from ..configuration_kimi_k3 import MXFP4_GROUP, KimiK3TextConfig
 
 CHUNK = 64  # of the chunked recurrence, as `kernels/kda.py` runs it
-MXFP4_BYTES = 0.5 + 1 / 32  # a 4-bit value, and one scale byte for 32 of them
+MXFP4_BYTES = 0.5 + 1 / MXFP4_GROUP  # a 4-bit value, and the share of a scale byte
 
 
 def causal_pairs(tokens: int, past: int) -> int:
