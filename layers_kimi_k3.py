@@ -293,19 +293,33 @@ class KimiK3MLAttention(nn.Module):
 
         if context is not None:
             out, weights = context.attention(self, query, latents, **kwargs), None
-        elif self._absorbing_is_cheaper(length, latents.shape[1]) and not (
-            in_blocks and self._scores_are_many(query, latents)
-        ):
-            out, weights = self._absorbed(query, latents, attention_mask, need_weights, filled)
-        elif in_blocks:
-            out, weights = mla_prefill.attend_in_blocks(query, latents, self._keys_and_values, self.scaling), None
         else:
-            out, weights = self._expanded(query, latents, attention_mask, need_weights, **kwargs)
+            out, weights = self._attend(query, latents, attention_mask, filled, need_weights, in_blocks, **kwargs)
         out = out.reshape(batch, length, -1)
         if self.config.mla_use_output_gate:
             out = out * torch.sigmoid(self.g_proj(hidden_states))
         out = self.o_proj(out)
         return ragged.put_back(out, rows, columns) if ragged is not None else out, weights
+
+    def _attend(self, query, latents, attention_mask, filled, need_weights, in_blocks, **kwargs):
+        """([B, T, H, V], attention weights or None) in the form that costs least.
+
+        A few tokens on a GPU run as a kernel; a static cache's count `filled` tells it where the filled part ends.
+        """
+        if self._absorbing_is_cheaper(query.shape[2], latents.shape[1]):
+            if isinstance(attention_mask, BlockMask):
+                attention_mask = self._explicit_mask(attention_mask, query, latents.shape[1])
+            if not need_weights:
+                kv_b = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_rank)
+                lengths = filled if isinstance(filled, torch.Tensor) else None
+                out = mla_decode.absorbed_attention(query, latents, kv_b, self.scaling, attention_mask, lengths)
+                if out is not None:
+                    return out, None
+            if not (in_blocks and self._scores_are_many(query, latents)):
+                return self._absorbed(query, latents, attention_mask)
+        if in_blocks:
+            return mla_prefill.attend_in_blocks(query, latents, self._keys_and_values, self.scaling), None
+        return self._expanded(query, latents, attention_mask, need_weights, **kwargs)
 
     def _absorbing_is_cheaper(self, queries: int, keys: int) -> bool:
         """Multiplications a head: expanding costs `kv_rank * (nope + v)` a key, absorbing makes each pair wider."""
@@ -316,10 +330,9 @@ class KimiK3MLAttention(nn.Module):
         return queries * wider < self.kv_rank * (self.nope_dim + self.v_dim)
 
     def _scores_are_many(self, query: torch.Tensor, latents: torch.Tensor) -> bool:
-        """Too many of the absorbed form for memory: never those of one token; the kernel keeps none."""
+        """Too many of the absorbed form for memory: never those of one token."""
         batch, heads, length, _ = query.shape
-        many = length > 1 and batch * heads * length * latents.shape[1] > MOST_SCORES
-        return many and not mla_decode.is_fused(query, latents, self.rope_dim)
+        return length > 1 and batch * heads * length * latents.shape[1] > MOST_SCORES
 
     def _keys_and_values(
         self, latents: torch.Tensor, heads: int | None = None, kv_b: nn.Module | None = None
@@ -348,29 +361,11 @@ class KimiK3MLAttention(nn.Module):
         out, weights = attention(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return out[..., : self.v_dim] if padding > 0 else out, weights
 
-    def _absorbed(self, query, latents, attention_mask, need_weights, filled):
-        """Heads become rows of one query against the latents: [B, 1, T * H, kv_rank + rope].
-
-        A few tokens on a GPU run as a kernel; a static cache's count `filled` tells it where the filled part ends.
-        """
+    def _absorbed(self, query, latents, attention_mask):
+        """Heads become rows of one query against the latents: [B, 1, T * H, kv_rank + rope]."""
         batch, heads, length, _ = query.shape
         w_uk, w_uv = self.kv_b_proj.weight.view(heads, -1, self.kv_rank).split([self.nope_dim, self.v_dim], dim=1)
         query_nope, query_pe = query.split([self.nope_dim, self.rope_dim], dim=-1)
-        if not need_weights and mla_decode.is_fused(query, latents, self.rope_dim):
-            if isinstance(attention_mask, BlockMask):
-                attention_mask = self._explicit_mask(attention_mask, query, latents.shape[1])
-            # Per head, rows and tokens as the rows of one product: views throughout, no weight is copied.
-            absorbed = torch.bmm(query_nope.transpose(0, 1).reshape(heads, batch * length, -1), w_uk)
-            out = mla_decode.mla_decode(
-                absorbed.view(heads, batch, length, -1).permute(1, 2, 0, 3),
-                query_pe.transpose(1, 2),
-                latents,
-                self.scaling,
-                attention_mask,
-                filled if isinstance(filled, torch.Tensor) else None,
-            )
-            out = torch.bmm(out.permute(2, 0, 1, 3).reshape(heads, batch * length, -1), w_uv.transpose(1, 2))
-            return out.view(heads, batch, length, -1).permute(1, 2, 0, 3), None
         rows = torch.cat([query_nope @ w_uk, query_pe], dim=-1).transpose(1, 2).reshape(batch, 1, length * heads, -1)
         mask = self._explicit_mask(attention_mask, query, latents.shape[1])
         if mask is not None and length > 1:
@@ -721,10 +716,8 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         norm, proj = getattr(self, f"{sublayer}_res_norm"), getattr(self, f"{sublayer}_res_proj")
         # A norm that is offloaded, hooked or replaced acts only when it is called.
         plain = type(layernorm) is KimiK3RMSNorm and not layernorm.weight.is_meta and not layernorm._forward_hooks
-        if plain and attn_res.is_fused(sources, layernorm.weight):
-            return attn_res.attn_res_mix_norm(sources, norm(), proj(), self.eps, layernorm.weight, layernorm.eps)
-        mixed = attn_res.attn_res_mix(sources, norm(), proj(), self.eps)
-        return mixed, layernorm(mixed)
+        weight = (layernorm.weight, layernorm.eps) if plain else (None, 0.0)
+        return attn_res.attn_res_mix_norm(sources, norm(), proj(), self.eps, *weight, layernorm)
 
 
 def run_layers(

@@ -7,7 +7,7 @@ For sources v_1..v_n of one token (Attention Residuals, arXiv 2603.15031; Kimi K
 The values are mixed un-normalised, there is no temperature. No [T, n, d] stack is made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,12 +15,6 @@ from . import dispatch, norms
 
 # The widest row that one program of the Triton kernels holds.
 MAX_WIDTH = 16384
-
-
-def is_fused(sources: Sequence[torch.Tensor], weight: torch.Tensor) -> bool:
-    """Whether the mix of these sources and the norm that follows it run as one Triton kernel."""
-    same = all(source.dtype == sources[-1].dtype for source in sources)
-    return same and sources[0].shape[-1] <= MAX_WIDTH and dispatch.triton_refusal(*sources, weight) is None
 
 
 def attn_res_mix(
@@ -37,11 +31,7 @@ def attn_res_mix(
     Returns:
         [..., d] in the dtype of the last source (one rounding at the end).
     """
-    if is_fused(sources, norm_weight):
-        results = _run(sources, norm_weight, proj_weight, eps, None, 0.0)
-        if results is not None:
-            return results[0]
-    return _composed(sources, norm_weight, proj_weight, eps)
+    return _mix(sources, norm_weight, proj_weight, eps, None, 0.0)[0]
 
 
 def attn_res_mix_norm(
@@ -49,16 +39,32 @@ def attn_res_mix_norm(
     norm_weight: torch.Tensor,
     proj_weight: torch.Tensor,
     eps: float,
-    out_weight: torch.Tensor,
+    out_weight: torch.Tensor | None,
     out_eps: float,
+    out_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mix, and its RMS norm with `out_weight` [d] and `out_eps` as `norms.rms_norm` computes it."""
-    if is_fused(sources, norm_weight):
+    """The mix, and the RMS norm that follows it, in one kernel where there is one.
+
+    Args:
+        sources, norm_weight, proj_weight, eps: as `attn_res_mix` takes them.
+        out_weight, out_eps: of the norm, as `norms.rms_norm` takes them; no weight where `out_norm` must be called.
+        out_norm: makes the norm of a mix that no kernel normed; None: `norms.rms_norm`.
+    """
+    mixed, normed = _mix(sources, norm_weight, proj_weight, eps, out_weight, out_eps)
+    if normed is None:
+        normed = norms.rms_norm(mixed, out_weight, out_eps) if out_norm is None else out_norm(mixed)
+    return mixed, normed
+
+
+def _mix(sources, norm_weight, proj_weight, eps, out_weight, out_eps):
+    """The mix, and its norm where there is an `out_weight` and a kernel ran; else None."""
+    same = all(source.dtype == sources[-1].dtype for source in sources)
+    weights = [norm_weight] if out_weight is None else [norm_weight, out_weight]
+    if same and sources[0].shape[-1] <= MAX_WIDTH and dispatch.triton_refusal(*sources, *weights) is None:
         results = _run(sources, norm_weight, proj_weight, eps, out_weight, out_eps)
         if results is not None:
             return results
-    mixed = _composed(sources, norm_weight, proj_weight, eps)
-    return mixed, norms.rms_norm(mixed, out_weight, out_eps)
+    return _composed(sources, norm_weight, proj_weight, eps), None
 
 
 def _composed(sources, norm_weight, proj_weight, eps):

@@ -90,6 +90,15 @@ def run_kernels(function, *arguments):
         return None
 
 
+def run_first(modules, *arguments):
+    """What `run` of the first of the modules returns whose kernels compile here; None where none of them do."""
+    for module in modules:
+        out = run_kernels(module.run, *arguments)
+        if out is not None:
+            return out
+    return None
+
+
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of an NVIDIA GPU; None for any other device."""
     if device.type in ("cpu", "meta") or torch.version.hip is not None:

@@ -220,7 +220,7 @@ def fused_experts(
     tokens = max(1, MOST_PAIRS // expert_ids.shape[1])
     weights = gate_up, down, *(scales or (None, None)), beta, linear_beta, elsewhere
     parts = [
-        _run(*part, *weights)
+        dispatch.run_first(_kernels(*part, *weights), *part, *weights)
         for part in zip(x.split(tokens), expert_ids.split(tokens), expert_weights.split(tokens), strict=True)
     ]
     if any(part is None for part in parts):
@@ -236,21 +236,13 @@ def groups_on_device(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor)
     return aligned and hasattr(F, "grouped_mm")
 
 
-def _run(*arguments):
-    for kernels in _kernels(*arguments):
-        out = dispatch.run_kernels(kernels.run, *arguments)
-        if out is not None:
-            return out
-    return None
-
-
 def _kernels(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, *rest):
     """The modules whose kernels take these, the fastest first."""
     from . import experts_triton, triton_tools
 
     gluon = _gluon() if gate_up_scale is not None and triton_tools.is_hopper(x.device) else ()
     arguments = x, expert_ids, expert_weights, gate_up, down, gate_up_scale, *rest
-    return (*(module for module in gluon if module.fits(*arguments)), experts_triton)
+    return *(module for module in gluon if module.fits(*arguments)), experts_triton
 
 
 @functools.cache  # an import that fails is made anew every time

@@ -64,11 +64,47 @@ def mla_decode(
         float32; the Triton kernels round the softmax's numerators to the latents' dtype before they weigh them.
     """
     if is_fused(query.transpose(1, 2), latents, query_rope.shape[-1]) and not dispatch.needs_grad(query_rope):
-        for kernels in _kernels(query, query_rope, latents, scale, mask):
-            out = dispatch.run_kernels(kernels.run, query, query_rope, latents, scale, mask, lengths)
-            if out is not None:
-                return out
+        return _run(query, query_rope, latents, scale, mask, lengths)
     return _composed(query, query_rope, latents, scale, mask, lengths)
+
+
+def absorbed_attention(
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    kv_b: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """The attention of a layer by `mla_decode`, or None where that does not run as Triton kernels.
+
+    Args:
+        query: [B, H, T, D + P], not yet absorbed.
+        latents: [B, S, R + P], the new tokens' included.
+        kv_b: [H, D + V, R], what makes keys and values of a latent.
+        scale, mask, lengths: as `mla_decode` takes them.
+
+    Returns:
+        [B, T, H, V].
+    """
+    (batch, heads, length, size), rank = query.shape, kv_b.shape[-1]
+    rope = latents.shape[-1] - rank
+    if not is_fused(query, latents, rope) or dispatch.needs_grad(kv_b):
+        return None
+    w_uk, w_uv = kv_b[:, : size - rope], kv_b[:, size - rope :]
+    query_nope, query_rope = query.split([size - rope, rope], dim=-1)
+    # Per head, rows and tokens as the rows of one product: views throughout, no weight is copied.
+    absorbed = torch.bmm(query_nope.transpose(0, 1).reshape(heads, batch * length, -1), w_uk)
+    absorbed = absorbed.view(heads, batch, length, -1).permute(1, 2, 0, 3)
+    out = _run(absorbed, query_rope.transpose(1, 2), latents, scale, mask, lengths)
+    out = torch.bmm(out.permute(2, 0, 1, 3).reshape(heads, batch * length, -1), w_uv.transpose(1, 2))
+    return out.view(heads, batch, length, -1).permute(1, 2, 0, 3)
+
+
+def _run(query, query_rope, latents, scale, mask, lengths):
+    arguments = query, query_rope, latents, scale, mask, lengths
+    out = dispatch.run_first(_kernels(*arguments), *arguments)
+    return _composed(*arguments) if out is None else out
 
 
 def _composed(query, query_rope, latents, scale, mask, lengths):
@@ -93,14 +129,13 @@ def _composed(query, query_rope, latents, scale, mask, lengths):
     return (weights.flatten(1, 2) @ latents[..., :rank]).unflatten(1, (tokens, -1)).to(query.dtype)
 
 
-def _kernels(query, query_rope, latents, scale, mask):
+def _kernels(query, *rest):
     """The modules whose kernels take these, the fastest first."""
     from . import mla_decode_triton, triton_tools
 
     gluon = _gluon() if triton_tools.is_hopper(query.device) else None
-    if gluon is not None and gluon.fits(query, query_rope, latents, scale, mask):
-        return gluon, mla_decode_triton
-    return (mla_decode_triton,)
+    fits = gluon is not None and gluon.fits(query, *rest)
+    return (gluon, mla_decode_triton) if fits else (mla_decode_triton,)
 
 
 @functools.cache  # an import that fails is made anew every time

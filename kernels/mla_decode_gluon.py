@@ -126,7 +126,7 @@ def left_group(
         s = scored(queries, halves, ropes.index(0), barriers, 0, phase, gl.minimum(start, final), start, last)
         top_0 = gl.maximum(top, gl.max(s, 1) * scale)
         base = finite(top_0)
-        weight = gl.exp2(s * scale - base[:, None])
+        weight = gl.exp2(s * scale - base[:, None])  # [64, 64]
         kept = gl.exp2(top - base)
         total = total * kept + gl.sum(weight, 1)
         mbarrier.wait(barriers.index(READ), phase ^ 1)
@@ -135,7 +135,7 @@ def left_group(
         fence()
         synchronize()
         mbarrier.arrive(barriers.index(WEIGHTS))
-        sums = mma(weights, lefts.index(0), scaled(sums, kept), is_async=True)
+        sums = mma(weights, lefts.index(0), scaled(sums, kept), is_async=True)  # [64, 256]
         sums = mma_wait(0, deps=[sums])
         synchronize()
         row = row_0 + gl.minimum(start + 128, final)
@@ -145,7 +145,7 @@ def left_group(
         top = numbers.index(1).load(ROW)
         kept = gl.exp2(top_0 - finite(top))
         total *= kept
-        sums = mma(ropes.index(1), lefts.index(1), scaled(sums, kept), is_async=True)
+        sums = mma(ropes.index(1), lefts.index(1), scaled(sums, kept), is_async=True)  # [64, 256]
         sums = mma_wait(0, deps=[sums])
         synchronize()
         row = row_0 + gl.minimum(start + 192, final)
@@ -172,7 +172,7 @@ def right_group(
         top_0 = numbers.index(0).load(ROW)
         kept = gl.exp2(top - finite(top_0))
         total *= kept
-        sums = mma(weights, rights.index(0), scaled(sums, kept), is_async=True)
+        sums = mma(weights, rights.index(0), scaled(sums, kept), is_async=True)  # [64, 256]
         sums = mma_wait(0, deps=[sums])
         synchronize()
         mbarrier.arrive(barriers.index(READ))
@@ -182,7 +182,7 @@ def right_group(
         s = scored(queries, halves, ropes.index(1), barriers, 1, phase, row, start + 64, last)
         top = gl.maximum(top_0, gl.max(s, 1) * scale)
         base = finite(top)
-        weight = gl.exp2(s * scale - base[:, None])
+        weight = gl.exp2(s * scale - base[:, None])  # [64, 64]
         kept = gl.exp2(top_0 - base)
         total = total * kept + gl.sum(weight, 1)
         rounded = weight.to(weights.dtype)
@@ -194,7 +194,7 @@ def right_group(
         mbarrier.arrive(barriers.index(WEIGHTS + 1))
         # From registers: the other group loads new latents over what lies in shared memory.
         rounded = gl.convert_layout(rounded, gl.DotOperandLayout(0, SUMS, 2))
-        sums = mma(rounded, rights.index(1), scaled(sums, kept), is_async=True)
+        sums = mma(rounded, rights.index(1), scaled(sums, kept), is_async=True)  # [64, 256]
         sums = mma_wait(0, deps=[sums])
         synchronize()
         row = row_0 + gl.minimum(start + 192, final)
@@ -264,7 +264,7 @@ def decode_kernel(
     gl.warp_specialize([(left_group, arguments), (right_group, arguments)], [4], [240])
 
 
-def fits(query, query_rope, latents, scale, mask) -> bool:
+def fits(query, query_rope, latents, scale, mask, *_) -> bool:
     """Whether these go faster here: half precision, one token, no mask, latents of 512 + 64 in rows of one matrix.
 
     On a Hopper GPU, which the caller knows.

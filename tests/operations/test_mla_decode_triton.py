@@ -75,6 +75,13 @@ def test_the_reference_is_eager_attention_over_expanded_keys(tokens):
     for form in (mask, mask == 0, ~hidden):
         out = mla_decode._composed(absorbed, query_rope, latents, SCALE, form, None)
         assert rms_ratio(torch.einsum("bthr,hvr->bthv", out, w_uv), expected) < 1e-12
+    # The layer's form: the kernel between the two products that absorb, or nothing where it does not run.
+    inputs = [x.float().to(DEVICE) for x in (query, latents, torch.cat([w_uk, w_uv], dim=1))]
+    for form in (mask == 0, ~hidden):
+        out = mla_decode.absorbed_attention(*inputs, SCALE, form.to(DEVICE))
+        assert out.shape == expected.shape and rms_ratio(out, expected.to(DEVICE)) < 1e-5
+    assert mla_decode.absorbed_attention(*inputs[:2], inputs[2].requires_grad_(), SCALE) is None
+    assert mla_decode.absorbed_attention(inputs[0], inputs[1].double(), inputs[2].detach(), SCALE) is None
 
 
 @pytest.mark.parametrize(("tokens", "sizes"), [(1, 0), (1, 1), (1, 2), (2, 1), (5, 2), (64, 0)])
@@ -215,12 +222,18 @@ def test_the_model_decodes_with_it(data_dir, monkeypatch):
     ids = torch.randint(3, model.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     layers = sum(isinstance(module, KimiK3MLAttention) for module in model.modules())
     calls = []
-    run = mla_decode.mla_decode
+    run = mla_decode.absorbed_attention
+
+    def counted(*arguments):
+        out = run(*arguments)
+        calls.extend([] if out is None else [arguments[5]])
+        return out
+
     # The other layers run torch, which the interpreter is slow for.
     real = types.SimpleNamespace(**vars(dispatch))
     monkeypatch.setattr(mla_decode, "dispatch", real)
     monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): "switched off")
-    monkeypatch.setattr(mla_decode, "mla_decode", lambda *arguments: calls.append(arguments[5]) or run(*arguments))
+    monkeypatch.setattr(mla_decode, "absorbed_attention", counted)
     with torch.no_grad():
         whole = model(ids).logits
         assert not calls and layers
