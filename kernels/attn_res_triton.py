@@ -50,7 +50,7 @@ def mix_kernel(
         i = step % N
         row = (program + (step // N) * programs).to(tl.int64)
         place = sources[0] + (source_offset(sources, i, N) + row * D)
-        value = tl.load(place + c, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(place + c, mask=inside, other=0.0).to(tl.float32)  # [BD]
         squares, product = tl.reduce((value * value, value * query), 0, pair_sum)
         rms = tl.rsqrt(squares / D + eps)
         score = product * rms
@@ -90,7 +90,7 @@ def mix_backward_kernel(
     weight_sum = tl.zeros((BD,), tl.float32)
     for place in range(program, rows, programs):
         row = tl.cast(place, tl.int64)
-        value = tl.load(mixed + row * D + c, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(mixed + row * D + c, mask=inside, other=0.0).to(tl.float32)  # [BD]
         grad = tl.zeros((BD,), tl.float32)
         if HAS_MIXED:
             grad += tl.load(d_mixed + row * D + c, mask=inside, other=0.0).to(tl.float32)
@@ -110,7 +110,7 @@ def mix_backward_kernel(
             denominator += exp(tl.load(scores + row * N + i) - top, PTX)
         for i in tl.range(0, N, num_stages=STAGES):
             source = sources[0] + (source_offset(sources, i, N) + row * D)
-            value = tl.load(source + c, mask=inside, other=0.0).to(tl.float32)
+            value = tl.load(source + c, mask=inside, other=0.0).to(tl.float32)  # [BD]
             score = tl.load(scores + row * N + i)
             rms = tl.load(inverse_rms + row * N + i)
             share = exp(score - top, PTX) / denominator

@@ -20,7 +20,7 @@ def combine_kernel(rows, inverse, weights, out, D: tl.constexpr, BD: tl.constexp
     total = tl.zeros((BD,), tl.float32)
     for j in tl.static_range(K):
         place = tl.load(inverse + token * K + j)
-        value = tl.load(rows + place * D + c, mask=c < D, other=0.0).to(tl.float32)
+        value = tl.load(rows + place * D + c, mask=c < D, other=0.0).to(tl.float32)  # [BD]
         if weights is not None:
             value *= tl.load(weights + token * K + j).to(tl.float32)
         total += value
@@ -34,16 +34,16 @@ def combine_backward_kernel(
 ):  # fmt: skip
     """One token: its gradient is read once for its K rows, BD columns at a time."""
     token, j = tl.program_id(0).to(tl.int64), tl.arange(0, BK)
-    place = tl.load(inverse + token * K + j, mask=j < K, other=0)
-    weight = tl.load(weights + token * K + j, mask=j < K, other=0.0).to(tl.float32)
+    place = tl.load(inverse + token * K + j, mask=j < K, other=0)  # [BK]
+    weight = tl.load(weights + token * K + j, mask=j < K, other=0.0).to(tl.float32)  # [BK]
     products = tl.zeros((BK, BD), tl.float32)
     for first in range(0, D, BD):
         c = first + tl.arange(0, BD)
-        at, mask = (place * D)[:, None] + c[None, :], (j < K)[:, None] & (c < D)[None, :]
-        upper = tl.load(grad + token * D + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+        at, mask = (place * D)[:, None] + c[None, :], (j < K)[:, None] & (c < D)[None, :]  # [BK, BD]
+        upper = tl.load(grad + token * D + c, mask=c < D, other=0.0).to(tl.float32)[None, :]  # [1, BD]
         products += tl.load(rows + at, mask=mask, other=0.0).to(tl.float32) * upper
         tl.store(d_rows + at, (weight[:, None] * upper).to(d_rows.dtype.element_ty), mask=mask)
-    d_weight = tl.sum(products, axis=1)
+    d_weight = tl.sum(products, axis=1)  # [BK]
     tl.store(d_weights + token * K + j, d_weight.to(d_weights.dtype.element_ty), mask=j < K)
 
 

@@ -67,7 +67,7 @@ def spread_kernel(
     c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     real = (place < pairs)[:, None] & (c < D)
     token = tl.load(order + place, mask=place < pairs, other=0).to(tl.int64) // TOP_K
-    value = tl.load(x + token[:, None] * D + c, mask=real, other=0.0)
+    value = tl.load(x + token[:, None] * D + c, mask=real, other=0.0)  # [BM, BN]
     value = lane_order(value, BM, BN) if LANES else unpacked_order(value, BM, BN)
     tl.store(spread + place[:, None].to(tl.int64) * D + c, value, mask=real)
 
@@ -198,11 +198,11 @@ def product(
     sums = gl.zeros([ROWS, WIDE], gl.float32, SUMS)
     narrow_sums = gl.zeros([ROWS, NARROW], gl.float32, LAYOUT)
     word, word_1, word_2, scales = ahead
-    even = decoded(word, scales, 0)
+    even = decoded(word, scales, 0)  # [ROWS, STEP]
     mbarrier.wait(full.index(stage), phase)
     for i in range(COLUMNS // (2 * STEP)):
         running, narrow_running = start(wide, narrow, even, sums, narrow_sums, stage, NARROW)
-        odd = decoded(word_1, scales, 1)
+        odd = decoded(word_1, scales, 1)  # [ROWS, STEP]
         word_1 = load_words(weight, rows, 2 * i + 3, COLUMNS, APART)
         scales = load_scales(scale, rows, i + 1, COLUMNS, APART)
         sums, narrow_sums, stage, phase = finish(full, empty, running, narrow_running, stage, phase, True)
@@ -221,9 +221,9 @@ def store_activated(
 ):  # fmt: skip
     """The activation of sums [64, PAIRS], gate and up rows 8 apart, at rows `first` on of h [R, N]."""
     both = gl.permute(gl.reshape(sums, (4, 2, 8, PAIRS)), (0, 2, 3, 1))
-    gate, up = gl.split(both)
+    gate, up = gl.split(both)  # [4, 8, PAIRS] each
     value = activation(gate, up, beta, linear_beta, SITU, CAPPED, True).to(gl.bfloat16)
-    value = gl.permute(gl.reshape(value, (ROWS // 2, PAIRS)), (1, 0))
+    value = gl.permute(gl.reshape(value, (ROWS // 2, PAIRS)), (1, 0))  # [PAIRS, ROWS // 2]
     value = gl.convert_layout(value, PIECES)
     row = first + gl.arange(0, PAIRS, gl.SliceLayout(1, PIECES))
     c = column + gl.arange(0, ROWS // 2, gl.SliceLayout(0, PIECES))
@@ -239,7 +239,7 @@ def store_weighted(y, order, routing, sums, first, end, column, N: gl.constexpr,
     weight = gl.load(routing + pair, mask=pair >= 0, other=0.0).to(gl.float32)
     layout: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
     sums *= gl.convert_layout(weight, layout)[None, :]
-    value = gl.reshape(gl.permute(gl.reshape(sums, (4, 2, 8, PAIRS)), (3, 0, 2, 1)), (PAIRS, ROWS))
+    value = gl.reshape(gl.permute(gl.reshape(sums, (4, 2, 8, PAIRS)), (3, 0, 2, 1)), (PAIRS, ROWS))  # [PAIRS, ROWS]
     row = gl.convert_layout(pair, gl.SliceLayout(1, value.type.layout))
     c = column + gl.arange(0, ROWS, gl.SliceLayout(0, value.type.layout))
     at = row.to(gl.int64)[:, None] * N + c[None, :]

@@ -133,7 +133,7 @@ def plan_kernel(expert_ids, order, tiles, pairs, count, P: tl.constexpr, BM: tl.
     """`plan` for few pairs in one program, by comparing every pair with every other."""
     p = tl.arange(0, P)
     inside = p < pairs
-    own = tl.load(expert_ids + p, mask=inside, other=0).to(tl.int32)
+    own = tl.load(expert_ids + p, mask=inside, other=0).to(tl.int32)  # [P]
     place = tl.zeros((P,), tl.int32)  # in the sorted order
     before = tl.zeros((P,), tl.int32)  # pairs of the same expert before this one, and in all
     alike = tl.zeros((P,), tl.int32)
@@ -141,18 +141,18 @@ def plan_kernel(expert_ids, order, tiles, pairs, count, P: tl.constexpr, BM: tl.
         q = first + tl.arange(0, 16)
         other = tl.load(expert_ids + q, mask=q < pairs, other=0).to(tl.int32)[None, :]
         real = (q < pairs)[None, :]
-        same = real & (other == own[:, None])
+        same = real & (other == own[:, None])  # [P, 16]
         earlier = same & (q[None, :] < p[:, None])
-        place += tl.sum((earlier | (real & (other < own[:, None]))).to(tl.int32), axis=1)
+        place += tl.sum((earlier | (real & (other < own[:, None]))).to(tl.int32), axis=1)  # [P]
         before += tl.sum(earlier.to(tl.int32), axis=1)
         alike += tl.sum(same.to(tl.int32), axis=1)
     tl.store(order + place, p, mask=inside)
     # In the sorted order, through the memory of the result: the pairs that open a tile, and where it ends.
-    opens = tl.where(before % BM == 0, place + tl.minimum(BM, alike - before), 0)
+    opens = tl.where(before % BM == 0, place + tl.minimum(BM, alike - before), 0)  # [P]
     tl.debug_barrier()
     tl.store(order + pairs + place, opens, mask=inside)
     tl.debug_barrier()
-    end = tl.load(order + pairs + p, mask=inside, other=0)
+    end = tl.load(order + pairs + p, mask=inside, other=0)  # [P]
     tile = tl.cumsum((end > 0).to(tl.int32), axis=0) - 1
     expert = tl.load(expert_ids + tl.load(order + p, mask=inside, other=0))
     tl.store(tiles + tile, expert.to(tl.int32), mask=end > 0)
@@ -178,7 +178,7 @@ def rank_kernel(expert_ids, counts, ranks, pairs, P: tl.constexpr):
 def tiles_kernel(counts, tiles, count, EXPERTS: tl.constexpr, E: tl.constexpr, BM: tl.constexpr):
     """The tiles of all experts; `counts` become the place of every expert's first pair."""
     e = tl.arange(0, E)
-    pairs = tl.load(counts + e, mask=e < EXPERTS, other=0)
+    pairs = tl.load(counts + e, mask=e < EXPERTS, other=0)  # [E]
     own = (pairs + BM - 1) // BM
     first = tl.cumsum(pairs, axis=0) - pairs
     tile = tl.cumsum(own, axis=0) - own
@@ -247,7 +247,7 @@ def unpacked_order(x, BM: tl.constexpr, BN: tl.constexpr):
 def order_kernel(x, ordered, tokens, D: tl.constexpr, X: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     row = tl.program_id(0) * BM + tl.arange(0, BM)[:, None].to(tl.int64)
     c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
-    value = tl.load(x + row * D + c, mask=(row < tokens) & (c < D), other=0.0)
+    value = tl.load(x + row * D + c, mask=(row < tokens) & (c < D), other=0.0)  # [BM, BN]
     tl.store(ordered + row * X + c, unpacked_order(value, BM, BN), mask=(row < tokens) & (c < X))
 
 
@@ -264,9 +264,9 @@ def packed_product(
     scales = load_scales(scale, rows, 0, COLUMNS, BW)
     for word in tl.range(0, COLUMNS // 8, BW, num_stages=STAGES):
         next_scales = load_scales(scale, rows, word + BW, COLUMNS, BW)
-        weights = unpack(load_words(weight, rows, word, COLUMNS, BW), scales, BN, BW, DT, PTX)
+        weights = unpack(load_words(weight, rows, word, COLUMNS, BW), scales, BN, BW, DT, PTX)  # [BN, 8 BW]
         c = 8 * word + tl.arange(0, 8 * BW)
-        total0 = tl.dot(weights, load_columns(x0, real0, c, WIDTH, DT), total0, input_precision="ieee")
+        total0 = tl.dot(weights, load_columns(x0, real0, c, WIDTH, DT), total0, input_precision="ieee")  # [BN, BM]
         if PARTS == 3:
             total1 = tl.dot(weights, load_columns(x1, real1, c, WIDTH, DT), total1, input_precision="ieee")
             total2 = tl.dot(weights, load_columns(x2, real2, c, WIDTH, DT), total2, input_precision="ieee")
@@ -280,10 +280,10 @@ def store_activated(
     BN: tl.constexpr, SITU: tl.constexpr, CAPPED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """gate_up [BN, BM], half of it gate, at the rows [BM] of h [R, WIDTH], in the order of `unpacked_order`."""
-    gate, up = tl.split(tl.permute(tl.reshape(gate_up, (2, BN // 2, BM)), (1, 2, 0)))
+    gate, up = tl.split(tl.permute(tl.reshape(gate_up, (2, BN // 2, BM)), (1, 2, 0)))  # [BN // 2, BM] each
     value = activation(gate, up, beta, linear_beta, SITU, CAPPED, PTX)
     c = first_n + tl.arange(0, BN // 2)
-    value = tl.trans(tl.where((c < M)[:, None], value, 0.0).to(h.dtype.element_ty))
+    value = tl.trans(tl.where((c < M)[:, None], value, 0.0).to(h.dtype.element_ty))  # [BM, BN // 2]
     place = (rows * WIDTH)[:, None] + c[None, :]
     tl.store(h + place, unpacked_order(value, BM, BN // 2), mask=real[:, None] & (c < WIDTH)[None, :])
 
@@ -379,10 +379,10 @@ def gate_up_kernel(
     for column in tl.range(0, D, BK, num_stages=STAGES):
         k = column + tl.arange(0, BK)
         inside = (k < D)[None, :]
-        b_x = load_columns(x, real, k, D, DT)
-        w = tl.load(weight + n[:, None] * D + k[None, :], mask=inside, other=0.0).to(DT)
-        gate = tl.dot(w, b_x, gate, input_precision="ieee")
-        w = tl.load(weight + M * D + n[:, None] * D + k[None, :], mask=inside, other=0.0).to(DT)
+        b_x = load_columns(x, real, k, D, DT)  # [BK, BM]
+        w = tl.load(weight + n[:, None] * D + k[None, :], mask=inside, other=0.0).to(DT)  # [BN, BK]
+        gate = tl.dot(w, b_x, gate, input_precision="ieee")  # [BN, BM]
+        w = tl.load(weight + M * D + n[:, None] * D + k[None, :], mask=inside, other=0.0).to(DT)  # [BN, BK]
         up = tl.dot(w, b_x, up, input_precision="ieee")
     value = activation(gate, up, beta, linear_beta, SITU, CAPPED, PTX).to(h.dtype.element_ty)
     h += first.to(tl.int64) * M
@@ -408,9 +408,9 @@ def down_kernel(
     for column in tl.range(0, M, BK, num_stages=STAGES):
         k = column + tl.arange(0, BK)
         inside = (k < M)[None, :]
-        b_h = load_columns(h, real, k, M, DT)
-        w = tl.load(weight + n[:, None] * M + k[None, :], mask=inside, other=0.0).to(DT)
-        total = tl.dot(w, b_h, total, input_precision="ieee")
+        b_h = load_columns(h, real, k, M, DT)  # [BK, BM]
+        w = tl.load(weight + n[:, None] * M + k[None, :], mask=inside, other=0.0).to(DT)  # [BN, BK]
+        total = tl.dot(w, b_h, total, input_precision="ieee")  # [BN, BM]
     store_weighted(y, routing, pairs, real, total, c, D)
 
 

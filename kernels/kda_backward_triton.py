@@ -32,37 +32,37 @@ def scan_backward_kernel(
     first, length, block = sequence(i_n, T, cu_seqlens, block_offsets, C, VARLEN)
     c_k, c_v, r = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
     in_k, in_v, in_c = c_k < K, c_v < V, r >= 0
-    state_tile = c_k[None, :] * V + c_v[:, None]
+    state_tile = c_k[None, :] * V + c_v[:, None]  # [BV, BK]
     in_state = in_v[:, None] & in_k[None, :]
     of_head = (i_n.to(tl.int64) * H + i_h) * (K * V)
     grad = tl.zeros((BV, BK), tl.float32)
     if HAS_DHT:
         grad += tl.load(dht + of_head + state_tile, mask=in_state, other=0.0).to(tl.float32)
-    tile = r[:, None] * K + c_k[None, :]
+    tile = r[:, None] * K + c_k[None, :]  # [C, BK]
     in_tile = in_c[:, None] & in_k[None, :]
     steps = tl.cdiv(length, C)
     for back in tl.range(0, steps, num_stages=STAGES):
         step = steps - 1 - back
         chunk = (block + step) * H + i_h
         of_chunk = work + chunk * tile_size(C, K, V)
-        b_w = tl.load(of_chunk + tile, mask=in_tile, other=0.0)
-        b_q = tl.load(of_chunk + C * K + tile, mask=in_tile, other=0.0)
-        b_k = tl.load(of_chunk + 2 * C * K + tile, mask=in_tile, other=0.0)
-        b_a = tl.load(of_chunk + 3 * C * K + C * V + r[:, None] * C + r[None, :])
-        b_d = tl.load(decay + chunk * K + c_k, mask=in_k, other=0.0)
+        b_w = tl.load(of_chunk + tile, mask=in_tile, other=0.0)  # [C, BK]
+        b_q = tl.load(of_chunk + C * K + tile, mask=in_tile, other=0.0)  # [C, BK]
+        b_k = tl.load(of_chunk + 2 * C * K + tile, mask=in_tile, other=0.0)  # [C, BK]
+        b_a = tl.load(of_chunk + 3 * C * K + C * V + r[:, None] * C + r[None, :])  # [C, C]
+        b_d = tl.load(decay + chunk * K + c_k, mask=in_k, other=0.0)  # [BK]
         token = step * C + r
         b_do = tl.load(do + (first + token)[:, None] * (H * V) + (i_h * V + c_v)[None, :],
                        mask=(token < length)[:, None] & in_v[None, :], other=0.0).to(DT)  # fmt: skip
-        b_do = tl.trans(b_do)
-        rounded = grad.to(DT)
+        b_do = tl.trans(b_do)  # [BV, C]
+        rounded = grad.to(DT)  # [BV, BK]
         tl.store(dstates + chunk * (K * V) + c_v[:, None] * K + c_k[None, :], rounded, mask=in_state)
         exact = tl.dot(b_do, b_a, input_precision="ieee")
-        exact = tl.dot(rounded, tl.trans(b_k), exact, input_precision="ieee")
+        exact = tl.dot(rounded, tl.trans(b_k), exact, input_precision="ieee")  # [BV, C]
         if DT != tl.float32:
             exact = tl.dot(rest_of(grad, rounded), tl.trans(b_k), exact)
         b_du = exact.to(DT)
         tl.store(du + chunk * (C * V) + c_v[:, None] * C + r[None, :], b_du, mask=in_v[:, None] & in_c[None, :])
-        grad = tl.dot(b_do, b_q, grad * b_d[None, :], input_precision="ieee")
+        grad = tl.dot(b_do, b_q, grad * b_d[None, :], input_precision="ieee")  # [BV, BK]
         grad = tl.dot(b_du, b_w, grad, input_precision="ieee")
         if DT != tl.float32:
             grad = tl.dot(rest_of(exact, b_du), b_w, grad)
@@ -104,24 +104,24 @@ def chunk_backward_kernel(
 
     # Gradients of the [C, C] matrices, each also transposed by a product of its own: Triton 3.4 to 3.7 miscompiles an
     # accumulator that is transposed into the next product on Hopper.
-    column = c_v[:, None] * C + j
-    b_do = tl.load(do + i * (H * V) + c_v[None, :], mask=mask_v, other=0.0).to(DT)
-    b_u = tl.load(updated + column, mask=in_v[:, None] & (j >= 0), other=0.0)
-    b_du = tl.load(du + chunk * (C * V) + column, mask=in_v[:, None] & (j >= 0), other=0.0)
-    b_inv = tl.load(inverse + chunk * (C * C) + i * C + j)
-    b_low = tl.load(lower + chunk * (C * C) + i * C + j)
-    logit = tl.load(beta + first * stride_beta + i_h + r * stride_beta, mask=real, other=0.0).to(tl.float32)
+    column = c_v[:, None] * C + j  # [BV, C]
+    b_do = tl.load(do + i * (H * V) + c_v[None, :], mask=mask_v, other=0.0).to(DT)  # [C, BV]
+    b_u = tl.load(updated + column, mask=in_v[:, None] & (j >= 0), other=0.0)  # [BV, C]
+    b_du = tl.load(du + chunk * (C * V) + column, mask=in_v[:, None] & (j >= 0), other=0.0)  # [BV, C]
+    b_inv = tl.load(inverse + chunk * (C * C) + i * C + j)  # [C, C]
+    b_low = tl.load(lower + chunk * (C * C) + i * C + j)  # [C, C]
+    logit = tl.load(beta + first * stride_beta + i_h + r * stride_beta, mask=real, other=0.0).to(tl.float32)  # [C]
     b_beta = tl.where(real, sigmoid(logit, PTX), 0.0)
-    d_right = tl.dot(tl.trans(b_inv), tl.trans(b_du), input_precision="ieee")
-    d_right_t = tl.dot(b_du, b_inv, input_precision="ieee").to(DT)
-    d_lower = tl.where(i > j, -tl.dot(d_right.to(DT), b_u, input_precision="ieee"), 0.0)
+    d_right = tl.dot(tl.trans(b_inv), tl.trans(b_du), input_precision="ieee")  # [C, BV]
+    d_right_t = tl.dot(b_du, b_inv, input_precision="ieee").to(DT)  # [BV, C]
+    d_lower = tl.where(i > j, -tl.dot(d_right.to(DT), b_u, input_precision="ieee"), 0.0)  # [C, C]
     d_lower_t = tl.where(i < j, -tl.dot(tl.trans(b_u), d_right_t, input_precision="ieee"), 0.0)
-    d_attn = tl.dot(b_do, b_u, input_precision="ieee")
+    d_attn = tl.dot(b_do, b_u, input_precision="ieee")  # [C, C]
     d_own = tl.sum(tl.where(i == j, d_attn, 0.0), axis=1)[:, None]  # a row with itself: no decay lies between
     d_attn = tl.where(i > j, d_attn, 0.0).to(DT)
     d_attn_t = tl.where(i < j, tl.dot(tl.trans(b_u), tl.trans(b_do), input_precision="ieee"), 0.0).to(DT)
     # By the logit of beta: beta cancels, so that a beta of zero needs no division.
-    right = tl.trans(b_u).to(tl.float32) + tl.dot(b_low, tl.trans(b_u), input_precision="ieee")
+    right = tl.trans(b_u).to(tl.float32) + tl.dot(b_low, tl.trans(b_u), input_precision="ieee")  # [C, BV]
     b_dbeta = sigmoid(-logit, PTX) * (tl.sum(d_right * right, axis=1) + tl.sum(d_lower * b_low.to(tl.float32), axis=1))
     tl.store(dbeta + (first + r) * H + i_h, b_dbeta.to(dbeta.dtype.element_ty), mask=real)
     d_lower = (d_lower * b_beta[:, None]).to(DT)
@@ -138,26 +138,26 @@ def chunk_backward_kernel(
         c_s = v_first + tl.arange(0, BS)
         in_s = c_s < V
         row_mask, state_mask = real[:, None] & in_s[None, :], in_s[:, None] & in_k[None, :]
-        s_do = tl.load(do + i * (H * V) + c_s[None, :], mask=row_mask, other=0.0).to(DT)
-        s_dv = tl.load(dv + i * (H * V) + c_s[None, :], mask=row_mask, other=0.0).to(DT)
-        s_u = tl.load(updated + c_s[:, None] * C + j, mask=in_s[:, None] & (j >= 0), other=0.0)
-        s_state = tl.load(states + c_s[:, None] * K + c_k[None, :], mask=state_mask, other=0.0)
-        s_grad = tl.load(dstates + c_s[:, None] * K + c_k[None, :], mask=state_mask, other=0.0)
-        d_q = tl.dot(s_do, s_state, d_q, input_precision="ieee")
-        k_start = tl.dot(s_dv, s_state, k_start, input_precision="ieee")
-        d_k = tl.dot(tl.trans(s_u), s_grad, d_k, input_precision="ieee")
+        s_do = tl.load(do + i * (H * V) + c_s[None, :], mask=row_mask, other=0.0).to(DT)  # [C, BS]
+        s_dv = tl.load(dv + i * (H * V) + c_s[None, :], mask=row_mask, other=0.0).to(DT)  # [C, BS]
+        s_u = tl.load(updated + c_s[:, None] * C + j, mask=in_s[:, None] & (j >= 0), other=0.0)  # [BS, C]
+        s_state = tl.load(states + c_s[:, None] * K + c_k[None, :], mask=state_mask, other=0.0)  # [BS, BK]
+        s_grad = tl.load(dstates + c_s[:, None] * K + c_k[None, :], mask=state_mask, other=0.0)  # [BS, BK]
+        d_q = tl.dot(s_do, s_state, d_q, input_precision="ieee")  # [C, BK]
+        k_start = tl.dot(s_dv, s_state, k_start, input_precision="ieee")  # [C, BK]
+        d_k = tl.dot(tl.trans(s_u), s_grad, d_k, input_precision="ieee")  # [C, BK]
         if DT != tl.float32:
             places = chunk * (C * V) + c_s[:, None] * C + j
             s_u = tl.load(residual + places, mask=in_s[:, None] & (j >= 0), other=0.0)
             d_k = tl.dot(tl.trans(s_u), s_grad, d_k)
-        overlap += tl.sum(s_state.to(tl.float32) * s_grad.to(tl.float32), axis=0)
+        overlap += tl.sum(s_state.to(tl.float32) * s_grad.to(tl.float32), axis=0)  # [BK]
 
     # The gates, keys and queries of the chunk again, as in `prepare_kernel`.
-    logits = tl.load(g + i * stride_g + c_k[None, :], mask=mask_k, other=0.0).to(tl.float32)
-    bias = tl.load(dt_bias + i_h * K + c_k, mask=in_k, other=0.0).to(tl.float32)
+    logits = tl.load(g + i * stride_g + c_k[None, :], mask=mask_k, other=0.0).to(tl.float32)  # [C, BK]
+    bias = tl.load(dt_bias + i_h * K + c_k, mask=in_k, other=0.0).to(tl.float32)  # [BK]
     rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
     b_g = tl.where(mask_k, log2_decay(logits, rate, bias, lower_bound, BOUNDED, PTX), 0.0)
-    total = tl.sum(b_g, axis=0)
+    total = tl.sum(b_g, axis=0)  # [BK]
     if NARROW:
         up, down = level_factors(b_g, i, j, 0, True, DT, PTX)
         start = up * tl.exp2(-OFFSET)
@@ -165,19 +165,19 @@ def chunk_backward_kernel(
     else:
         start = exp2(sum_rows(b_g, i >= j, DT), PTX)
         d_k *= exp2(sum_rows(b_g, i < j, DT), PTX)
-    b_k, norm_k = load_rows(k, i * stride_k + c_k[None, :], mask_k, eps)
+    b_k, norm_k = load_rows(k, i * stride_k + c_k[None, :], mask_k, eps)  # [C, BK], [C, 1]
     # What a row adds to the state at the chunk's end passes the decays of later rows only.
-    d_g = sum_rows(b_k * d_k * norm_k, i > j, DT) + (overlap * exp2(total, PTX))[None, :]
-    b_q, norm_q = load_rows(q, i * stride_q + c_k[None, :], mask_k, eps)
+    d_g = sum_rows(b_k * d_k * norm_k, i > j, DT) + (overlap * exp2(total, PTX))[None, :]  # [C, BK]
+    b_q, norm_q = load_rows(q, i * stride_q + c_k[None, :], mask_k, eps)  # [C, BK], [C, 1]
     d_q *= start * scale
     k_start *= start
-    d_later = b_q * d_q * norm_q - b_k * k_start * norm_k
+    d_later = b_q * d_q * norm_q - b_k * k_start * norm_k  # [C, BK]
     d_q += b_k * (norm_k * d_own * scale)
     d_k += b_q * (norm_q * d_own * scale) - k_start
     # A pair of rows inside the chunk enters d_later at both its rows with opposite signs. The same rounded factors
     # stand in both places, so that they cancel in the sum over later rows instead of leaving their rounding errors.
     for level in tl.static_range(1 if NARROW else 3):
-        up, down = level_factors(b_g, i, j, level, NARROW, DT, PTX)
+        up, down = level_factors(b_g, i, j, level, NARROW, DT, PTX)  # [C, BK] each
         l_lower, l_lower_t, l_attn, l_attn_t = d_lower, d_lower_t, d_attn, d_attn_t
         if not NARROW:
             pairs, pairs_t = level_pairs(i, j, level, False), level_pairs(j, i, level, False)
@@ -186,7 +186,7 @@ def chunk_backward_kernel(
             l_attn, l_attn_t = tl.where(pairs, d_attn, zero), tl.where(pairs_t, d_attn_t, zero)
         k_up, k_down = (b_k * up * norm_k).to(DT), (b_k * down * norm_k).to(DT)
         q_up = (b_q * up * (norm_q * scale)).to(DT)
-        within = tl.dot(l_lower, k_down, input_precision="ieee")
+        within = tl.dot(l_lower, k_down, input_precision="ieee")  # [C, BK]
         d_later += k_up.to(tl.float32) * within
         d_k += up * within
         within = tl.dot(l_attn, k_down, input_precision="ieee")
@@ -197,14 +197,14 @@ def chunk_backward_kernel(
         d_later -= k_down.to(tl.float32) * within
         d_k += down * within
 
-    grads = first * (H * K) + i_h * K + i * (H * K) + c_k[None, :]
+    grads = first * (H * K) + i_h * K + i * (H * K) + c_k[None, :]  # [C, BK]
     out = norm_q * (d_q - b_q * (norm_q * norm_q * tl.sum(b_q * d_q, axis=1)[:, None]))
     tl.store(dq + grads, out.to(dq.dtype.element_ty), mask=mask_k)
     out = norm_k * (d_k - b_k * (norm_k * norm_k * tl.sum(b_k * d_k, axis=1)[:, None]))
     tl.store(dk + grads, out.to(dk.dtype.element_ty), mask=mask_k)
 
     d_g += sum_rows(d_later, i <= j, DT)
-    logits = tl.load(g + i * stride_g + c_k[None, :], mask=mask_k, other=0.0).to(tl.float32)
+    logits = tl.load(g + i * stride_g + c_k[None, :], mask=mask_k, other=0.0).to(tl.float32)  # [C, BK]
     z = logits + bias[None, :]
     if BOUNDED:
         slope = sigmoid(rate * z, PTX) * sigmoid(-rate * z, PTX)  # 1 - sigmoid would lose a saturated gate

@@ -187,25 +187,25 @@ def prepare_kernel(
     tile = i * K + c_k[None, :]
     in_tile = (i >= 0) & in_k[None, :]
 
-    b_g = tl.load(g + i * stride_g + c_k[None, :], mask=mask_k, other=0.0).to(tl.float32)
-    bias = tl.load(dt_bias + i_h * K + c_k, mask=in_k, other=0.0).to(tl.float32)
+    b_g = tl.load(g + i * stride_g + c_k[None, :], mask=mask_k, other=0.0).to(tl.float32)  # [C, BK]
+    bias = tl.load(dt_bias + i_h * K + c_k, mask=in_k, other=0.0).to(tl.float32)  # [BK]
     rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
     b_g = tl.where(mask_k, log2_decay(b_g, rate, bias, lower_bound, BOUNDED, PTX), 0.0)
-    total = tl.sum(b_g, axis=0)
+    total = tl.sum(b_g, axis=0)  # [BK]
     tl.store(decay_out + chunk * K + c_k, exp2(total, PTX), mask=in_k)
     b_beta = tl.load(beta + first * stride_beta + i_h + r * stride_beta, mask=real, other=0.0).to(tl.float32)
-    b_beta = tl.where(real, sigmoid(b_beta, PTX), 0.0)
-    b_k, norm_k = load_rows(k, i * stride_k + c_k[None, :], mask_k, eps)
+    b_beta = tl.where(real, sigmoid(b_beta, PTX), 0.0)  # [C]
+    b_k, norm_k = load_rows(k, i * stride_k + c_k[None, :], mask_k, eps)  # [C, BK], [C, 1]
     if NARROW:
-        up, down = level_factors(b_g, i, j, 0, True, DT, PTX)
+        up, down = level_factors(b_g, i, j, 0, True, DT, PTX)  # [C, BK] each
         k_up = (b_k * up * norm_k).to(DT)
         k_down = b_k * down * norm_k
         tl.store(work + 2 * C * K + tile, (k_down * shifted_exp2(total, DT, PTX)[None, :]).to(DT), mask=in_tile)
-        columns = tl.trans(k_down.to(DT))
-        lower = tl.where(i > j, tl.dot(k_up, columns, input_precision="ieee"), 0.0)
+        columns = tl.trans(k_down.to(DT))  # [BK, C]
+        lower = tl.where(i > j, tl.dot(k_up, columns, input_precision="ieee"), 0.0)  # [C, C]
         b_q, norm_q = load_rows(q, i * stride_q + c_k[None, :], mask_k, eps)
         q_up = (b_q * up * (norm_q * scale)).to(DT)
-        attn = tl.where(i >= j, tl.dot(q_up, columns, input_precision="ieee"), 0.0)
+        attn = tl.where(i >= j, tl.dot(q_up, columns, input_precision="ieee"), 0.0)  # [C, C]
         back = tl.exp2(-OFFSET)
         k_start = k_up
         tl.store(work + C * K + tile, q_up * back.to(DT), mask=in_tile)
@@ -218,10 +218,10 @@ def prepare_kernel(
         for level in tl.static_range(3):
             up, down = level_factors(b_g, i, j, level, False, DT, PTX)
             pairs = level_pairs(i, j, level, False)
-            columns = tl.trans((b_k * down).to(DT))
+            columns = tl.trans((b_k * down).to(DT))  # [BK, C]
             lower += tl.where(pairs & (i > j), tl.dot((b_k * up).to(DT), columns, input_precision="ieee"), 0.0)
             attn += tl.where(pairs, tl.dot((b_q * up).to(DT), columns, input_precision="ieee"), 0.0)
-        start = exp2(sum_rows(b_g, i >= j, DT), PTX)
+        start = exp2(sum_rows(b_g, i >= j, DT), PTX)  # [C, BK]
         k_start = (b_k * start).to(DT)
         back = 1.0
         tl.store(work + C * K + tile, (b_q * start).to(DT), mask=in_tile)
@@ -229,7 +229,7 @@ def prepare_kernel(
     tl.store(work + 3 * C * K + C * V + i * C + j, attn.to(DT))
 
     lower *= b_beta[:, None]
-    inverse = unit_lower_inverse(lower, i, j, C, IT)
+    inverse = unit_lower_inverse(lower, i, j, C, IT)  # [C, C]
     if FOR_BACKWARD:
         square = chunk * (C * C) + i * C + j
         tl.store(inverse_out + square, inverse.to(DT))
@@ -237,12 +237,12 @@ def prepare_kernel(
     inverse *= b_beta[None, :]
     rounded = inverse.to(DT)
     # negated: the scan adds its product with the state
-    w = tl.dot(rounded, k_start, input_precision="ieee")
+    w = tl.dot(rounded, k_start, input_precision="ieee")  # [C, BK]
     if FOR_BACKWARD and DT != tl.float32:
         w = tl.dot(rest_of(inverse, rounded), k_start, w)
     tl.store(work + tile, (w * -back).to(DT), mask=in_tile)
     b_v = tl.load(v + i * stride_v + c_v[None, :], mask=real[:, None] & in_v[None, :], other=0.0).to(DT)
-    u = tl.dot(rounded, b_v, input_precision="ieee")
+    u = tl.dot(rounded, b_v, input_precision="ieee")  # [C, BV]
     column, in_column = c_v[None, :] * C + i, (i >= 0) & in_v[None, :]
     if FOR_BACKWARD and DT != tl.float32:
         u = tl.dot(rest_of(inverse, rounded), b_v, u)
@@ -273,17 +273,17 @@ def transition_kernel(
     in_u = c_v < tl.where(of_values, V, 0)
     # -1 is no column
     state = tl.where(tl.where(of_values, -1, c_v)[:, None] == c_k[None, :], 1.0, 0.0)
-    tile = r[:, None] * K + c_k[None, :]
+    tile = r[:, None] * K + c_k[None, :]  # [C, BK]
     in_tile = in_c[:, None] & in_k[None, :]
     for _ in tl.range(0, steps, num_stages=STAGES):
         of_chunk = work + chunk * tile_size(C, K, V)
-        b_w = tl.load(of_chunk + tile, mask=in_tile, other=0.0)
-        b_k = tl.load(of_chunk + 2 * C * K + tile, mask=in_tile, other=0.0)
+        b_w = tl.load(of_chunk + tile, mask=in_tile, other=0.0)  # [C, BK]
+        b_k = tl.load(of_chunk + 2 * C * K + tile, mask=in_tile, other=0.0)  # [C, BK]
         b_u = tl.load(of_chunk + 3 * C * K + c_v[:, None] * C + r[None, :],
                       mask=in_u[:, None] & in_c[None, :], other=0.0)  # fmt: skip
-        b_d = tl.load(decay + chunk * K + c_k, mask=in_k, other=0.0)
+        b_d = tl.load(decay + chunk * K + c_k, mask=in_k, other=0.0)  # [BK]
         b_u = tl.dot(state.to(DT), tl.trans(b_w), b_u.to(tl.float32), input_precision="ieee").to(DT)
-        state = tl.dot(b_u, b_k, state * b_d[None, :], input_precision="ieee")
+        state = tl.dot(b_u, b_k, state * b_d[None, :], input_precision="ieee")  # [BV, BK]
         chunk += H
     of_segment = (i_s.to(tl.int64) * H + i_h) * K
     if of_values:
@@ -315,31 +315,31 @@ def scan_kernel(
         length = tl.minimum(length - skipped * C, segment_steps * C)
     c_k, c_v, r = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
     in_k, in_v, in_c = c_k < K, c_v < V, r >= 0
-    state_tile = c_k[None, :] * V + c_v[:, None]
+    state_tile = c_k[None, :] * V + c_v[:, None]  # [BV, BK]
     in_state = in_v[:, None] & in_k[None, :]
     of_head = (i_n.to(tl.int64) * H + i_h) * (K * V)
     state = tl.zeros((BV, BK), tl.float32)
     if HAS_H0:
         state += tl.load(h0 + of_head + state_tile, mask=in_state, other=0.0).to(tl.float32)
     chunk = block * H + i_h
-    tile = r[:, None] * K + c_k[None, :]
+    tile = r[:, None] * K + c_k[None, :]  # [C, BK]
     in_tile = in_c[:, None] & in_k[None, :]
-    column = c_v[:, None] * C + r[None, :]
+    column = c_v[:, None] * C + r[None, :]  # [BV, C]
     in_column = in_v[:, None] & in_c[None, :]
     for step in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         of_chunk = work + chunk * tile_size(C, K, V)
-        b_w = tl.load(of_chunk + tile, mask=in_tile, other=0.0)
-        b_k = tl.load(of_chunk + 2 * C * K + tile, mask=in_tile, other=0.0)
-        b_u = tl.load(of_chunk + 3 * C * K + column, mask=in_column, other=0.0)
-        b_d = tl.load(decay + chunk * K + c_k, mask=in_k, other=0.0)
-        rounded = state.to(DT)
+        b_w = tl.load(of_chunk + tile, mask=in_tile, other=0.0)  # [C, BK]
+        b_k = tl.load(of_chunk + 2 * C * K + tile, mask=in_tile, other=0.0)  # [C, BK]
+        b_u = tl.load(of_chunk + 3 * C * K + column, mask=in_column, other=0.0)  # [BV, C]
+        b_d = tl.load(decay + chunk * K + c_k, mask=in_k, other=0.0)  # [BK]
+        rounded = state.to(DT)  # [BV, BK]
         if FOR_BACKWARD:
             tl.store(states + chunk * (K * V) + c_v[:, None] * K + c_k[None, :], rounded, mask=in_state)
             exact = b_u.to(tl.float32)
             if DT != tl.float32:
                 exact += tl.load(residual + chunk * (C * V) + column, mask=in_column, other=0.0).to(tl.float32)
                 exact = tl.dot(rest_of(state, rounded), tl.trans(b_w), exact)
-            exact = tl.dot(rounded, tl.trans(b_w), exact, input_precision="ieee")
+            exact = tl.dot(rounded, tl.trans(b_w), exact, input_precision="ieee")  # [BV, C]
             b_u = exact.to(DT)
             state *= b_d[None, :]
             if DT != tl.float32:
@@ -347,16 +347,16 @@ def scan_kernel(
                 tl.store(residual + chunk * (C * V) + column, rest, mask=in_column)
                 state = tl.dot(rest, b_k, state)
             tl.store(updated + chunk * (C * V) + column, b_u, mask=in_column)
-            state = tl.dot(b_u, b_k, state, input_precision="ieee")
+            state = tl.dot(b_u, b_k, state, input_precision="ieee")  # [BV, BK]
         else:
             b_u = tl.dot(rounded, tl.trans(b_w), b_u.to(tl.float32), input_precision="ieee").to(DT)
-            b_q = tl.load(of_chunk + C * K + tile, mask=in_tile, other=0.0)
-            b_a = tl.load(of_chunk + 3 * C * K + C * V + r[:, None] * C + r[None, :])
-            b_o = tl.dot(rounded, tl.trans(b_q), input_precision="ieee")
-            state = tl.dot(b_u, b_k, state * b_d[None, :], input_precision="ieee")
+            b_q = tl.load(of_chunk + C * K + tile, mask=in_tile, other=0.0)  # [C, BK]
+            b_a = tl.load(of_chunk + 3 * C * K + C * V + r[:, None] * C + r[None, :])  # [C, C]
+            b_o = tl.dot(rounded, tl.trans(b_q), input_precision="ieee")  # [BV, C]
+            state = tl.dot(b_u, b_k, state * b_d[None, :], input_precision="ieee")  # [BV, BK]
             b_o = tl.dot(b_u, tl.trans(b_a), b_o, input_precision="ieee")
             token = step * C + r
-            address = (first + token)[None, :] * (H * V) + (i_h * V + c_v)[:, None]
+            address = (first + token)[None, :] * (H * V) + (i_h * V + c_v)[:, None]  # [BV, C]
             tl.store(o + address, b_o.to(o.dtype.element_ty), mask=in_v[:, None] & (token < length)[None, :])
             if EVERY > 0:
                 passed = (step + 1) * C

@@ -117,9 +117,9 @@ def step_kernel(
     for first in tl.range(0, V, BS, num_stages=3):
         c_s = first + tl.arange(0, BS)
         in_s = c_s < V
-        tile = c_k[:, None] * V + c_s[None, :]
+        tile = c_k[:, None] * V + c_s[None, :]  # [BK, BS]
         if K == BK and V % BS == 0:
-            s = tl.load(state + tile).to(tl.float32)
+            s = tl.load(state + tile).to(tl.float32)  # [BK, BS]
         else:
             s = tl.load(state + tile, mask=in_k[:, None] & in_s[None, :], other=0.0).to(tl.float32)
         if ONE_TOKEN:
@@ -129,8 +129,8 @@ def step_kernel(
                     stride_k, stride_g, stride_beta, H * K, of_k, in_k, scale, lower_bound, eps, W, BOUNDED, PTX,
                 )  # fmt: skip
                 qk = tl.sum(b_q * b_k, axis=0)
-            b_v = convolve(v, v_tail + tail_v, v_weight, 0, stride_v, H * V, i_h * V + c_s, in_s, W, PTX)
-            b_o, s = update(s, b_q, b_k, decay, b_beta, b_v, qk)
+            b_v = convolve(v, v_tail + tail_v, v_weight, 0, stride_v, H * V, i_h * V + c_s, in_s, W, PTX)  # [BS]
+            b_o, s = update(s, b_q, b_k, decay, b_beta, b_v, qk)  # [BS], [BK, BS]
             tl.store(out + i_h * V + c_s, b_o.to(out.dtype.element_ty), mask=in_s)
         else:
             for t in range(T):
@@ -149,8 +149,8 @@ def step_kernel(
     tl.debug_barrier()
     weight = tl.load(norm_weight + c_v, mask=in_v, other=0.0).to(tl.float32)
     for t in range(T):
-        b_o = tl.load(out + t * (H * V) + of_v, mask=in_v, other=0.0).to(tl.float32)
-        b_gate = tl.load(gate + t * stride_gate + of_v, mask=in_v, other=0.0).to(tl.float32)
+        b_o = tl.load(out + t * (H * V) + of_v, mask=in_v, other=0.0).to(tl.float32)  # [BV]
+        b_gate = tl.load(gate + t * stride_gate + of_v, mask=in_v, other=0.0).to(tl.float32)  # [BV]
         b_o *= tl.rsqrt(tl.sum(b_o * b_o, axis=0) / V + norm_eps) * weight * sigmoid(b_gate, PTX)
         tl.store(out + t * (H * V) + of_v, b_o.to(out.dtype.element_ty), mask=in_v)
     advance_tail(q, q_tail + tail_k, new_q_tail + tail_k, T, stride_q, H * K, of_k, in_k, W)
@@ -182,8 +182,8 @@ def keys_kernel(
     """keys [B, H, 3, K] float32: query, key and decay factor; values [B, H, V]; and the next tails; for BH heads."""
     i_b = (tl.program_id(0) // (H // BH)).to(tl.int64)
     h = tl.program_id(0) % (H // BH) * BH + tl.arange(0, BH)
-    c_k = h[:, None] * K + tl.arange(0, K)[None, :]
-    c_v = h[:, None] * V + tl.arange(0, V)[None, :]
+    c_k = h[:, None] * K + tl.arange(0, K)[None, :]  # [BH, K]
+    c_v = h[:, None] * V + tl.arange(0, V)[None, :]  # [BH, V]
     tail_k, tail_v = i_b * ((W - 1) * H * K), i_b * ((W - 1) * H * V)
     q_tail, k_tail, v_tail = tails
     new_q_tail, new_k_tail, new_v_tail = new_tails
@@ -196,7 +196,7 @@ def keys_kernel(
     b_q *= (scale * tl.rsqrt(tl.sum(b_q * b_q, axis=1) + eps))[:, None]
     b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=1) + eps)[:, None]
     rate = tl.exp(tl.load(A_log + h).to(tl.float32))[:, None]
-    z = tl.load(g + i_b * batch_g + c_k).to(tl.float32) + tl.load(dt_bias + c_k).to(tl.float32)
+    z = tl.load(g + i_b * batch_g + c_k).to(tl.float32) + tl.load(dt_bias + c_k).to(tl.float32)  # [BH, K]
     at = keys + (i_b * H + h)[:, None] * (3 * K) + tl.arange(0, K)[None, :]
     tl.store(at, b_q)
     tl.store(at + K, b_k)
@@ -212,13 +212,13 @@ def state_kernel(
     """BS columns of one state, in registers from the first instruction on; out [B, H, V] before its norm."""
     head = (tl.program_id(0) // (V // BS)).to(tl.int64)  # of a sequence
     c_k, c_v = tl.arange(0, K), tl.program_id(0) % (V // BS) * BS + tl.arange(0, BS)
-    tile = c_k[:, None] * V + c_v[None, :]
+    tile = c_k[:, None] * V + c_v[None, :]  # [K, BS]
     s = tl.load(state + head * (K * V) + tile).to(tl.float32)
     keys += head * (3 * K)
-    b_q, b_k = tl.load(keys + c_k), tl.load(keys + K + c_k)
+    b_q, b_k = tl.load(keys + c_k), tl.load(keys + K + c_k)  # [K] each
     b_beta = sigmoid(tl.load(beta + head // H * batch_beta + head % H).to(tl.float32), PTX)
-    b_v = tl.load(values + head * V + c_v).to(tl.float32)
-    b_o, s = update(s, b_q, b_k, tl.load(keys + 2 * K + c_k), b_beta, b_v, tl.sum(b_q * b_k, axis=0))
+    b_v = tl.load(values + head * V + c_v).to(tl.float32)  # [BS]
+    b_o, s = update(s, b_q, b_k, tl.load(keys + 2 * K + c_k), b_beta, b_v, tl.sum(b_q * b_k, axis=0))  # [BS], [K, BS]
     if IN_PLACE:
         new_state = state
     tl.store(new_state + head * (K * V) + tile, s.to(new_state.dtype.element_ty))
@@ -231,7 +231,7 @@ def norm_kernel(
     H: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     i_b = (tl.program_id(0) // (H // BH)).to(tl.int64)
-    c = (tl.program_id(0) % (H // BH) * BH + tl.arange(0, BH))[:, None] * V + tl.arange(0, V)[None, :]
+    c = (tl.program_id(0) % (H // BH) * BH + tl.arange(0, BH))[:, None] * V + tl.arange(0, V)[None, :]  # [BH, V]
     b_gate = sigmoid(tl.load(gate + i_b * batch_gate + c).to(tl.float32), PTX)
     weight = tl.load(norm_weight + tl.arange(0, V)).to(tl.float32)
     b_o = tl.load(out + i_b * (H * V) + c).to(tl.float32)

@@ -95,8 +95,8 @@ def decode_kernel(
             else:
                 b_w, kept = s, top
         else:
-            b_w, top, total, kept = weigh(s, top, total, PTX)
-        acc = tl.dot(b_w.to(b_c.dtype), b_c, acc * kept[:, None], input_precision=PRECISION)
+            b_w, top, total, kept = weigh(s, top, total, PTX)  # [BM, BN], [BM] each
+        acc = tl.dot(b_w.to(b_c.dtype), b_c, acc * kept[:, None], input_precision=PRECISION)  # [BM, BR]
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     at = (i_b * (T * H) + r) * splits + i_s
@@ -122,12 +122,12 @@ def merge_kernel(
     acc = tl.zeros((BS, BC), tl.float32)
     for first in range(0, splits, BS):
         inside = first + s < splits
-        share = exp2(tl.load(log2_sum + at + first + s, mask=inside, other=-float("inf")) - top, PTX)
-        places = (at + first + s)[:, None] * R + c[None, :]
+        share = exp2(tl.load(log2_sum + at + first + s, mask=inside, other=-float("inf")) - top, PTX)  # [BS]
+        places = (at + first + s)[:, None] * R + c[None, :]  # [BS, BC]
         totals += share
         acc += share[:, None] * tl.load(part + places, mask=inside[:, None] & (c < R)[None, :], other=0.0)
     total = tl.sum(totals, axis=0)
-    result = tl.sum(acc, axis=0) / tl.where(total == 0.0, 1.0, total)
+    result = tl.sum(acc, axis=0) / tl.where(total == 0.0, 1.0, total)  # [BC]
     batch_o, token_o, head_o = out_strides
     out += i_b * batch_o + row // H * token_o + (row % H).to(tl.int64) * head_o
     tl.store(out + c, result.to(out.dtype.element_ty), mask=c < R)

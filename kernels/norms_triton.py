@@ -22,10 +22,10 @@ def norm_kernel(
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     c = tl.arange(0, BD)
     mask = (row < rows)[:, None] & (c < D)[None, :]
-    narrow = tl.load(x + (row * stride_x)[:, None] + c[None, :], mask=mask, other=0.0)
+    narrow = tl.load(x + (row * stride_x)[:, None] + c[None, :], mask=mask, other=0.0)  # [BR, BD]
     value = narrow.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
-    b_w = tl.load(weight + c, mask=c < D, other=0.0)
+    b_w = tl.load(weight + c, mask=c < D, other=0.0)  # [BD]
     if GATED:
         b_gate = tl.load(gate + (row * stride_gate)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
         value *= b_w.to(tl.float32)[None, :] * sigmoid(b_gate, PTX)
@@ -47,9 +47,9 @@ def norm_backward_kernel(
     for first in range(program * BR, rows, programs * BR):
         row = tl.cast(first, tl.int64) + tl.arange(0, BR)
         mask = (row < rows)[:, None] & (c < D)[None, :]
-        value = tl.load(x + (row * stride_x)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        upper = tl.load(d_out + (row * D)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        rms = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
+        value = tl.load(x + (row * stride_x)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)  # [BR, BD]
+        upper = tl.load(d_out + (row * D)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)  # [BR, BD]
+        rms = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]  # [BR, 1]
         value *= rms
         if GATED:
             share = tl.load(gate + (row * stride_gate)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)

@@ -17,7 +17,7 @@ def choose_kernel(
     token = tl.program_id(0).to(tl.int64)
     e, slot = tl.arange(0, BE), tl.arange(0, BK)
     score = sigmoid(tl.load(logits + token * stride + e, mask=e < E, other=0.0), PTX)
-    choice = score + tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)
+    choice = score + tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)  # [BE]
     # What was chosen becomes -inf: an expert that a bias of -inf forbids stays above it.
     choice = tl.where(e < E, tl.maximum(choice, -3.0e38), -float("inf"))
     ids, picked = tl.zeros((BK,), tl.int32), tl.zeros((BK,), tl.float32)
@@ -45,9 +45,9 @@ def choose_backward_kernel(
     e, slot = tl.arange(0, BE), tl.arange(0, BK)
     at, mask = token * K + slot, slot < K
     ids = tl.load(chosen + at, mask=mask, other=0).to(tl.int32)
-    logit = tl.load(logits + token * stride + ids, mask=mask, other=0.0)
+    logit = tl.load(logits + token * stride + ids, mask=mask, other=0.0)  # [BK]
     score = tl.where(mask, sigmoid(logit, PTX), 0.0)
-    grad = tl.load(d_weights + at, mask=mask, other=0.0) * scaling
+    grad = tl.load(d_weights + at, mask=mask, other=0.0) * scaling  # [BK]
     if RENORMALIZE:
         total = tl.sum(score, axis=0) + 1e-20
         grad = (grad - tl.sum(grad * score, axis=0) / total) / total

@@ -61,9 +61,9 @@ def conv_kernel(
     mask = (token < tokens)[:, None] & (c < P)[None, :]
     total = tl.zeros((BT, BP), tl.float32)
     for tap in tl.static_range(W):
-        value = load_input(x, tail, token - (W - 1) + tap, n, first, c, mask, stride_x, P, W, HAS_TAIL)
+        value = load_input(x, tail, token - (W - 1) + tap, n, first, c, mask, stride_x, P, W, HAS_TAIL)  # [BT, BP]
         total += value * tl.load(weight + c * W + tap, mask=c < P, other=0.0).to(tl.float32)[None, :]
-    total *= sigmoid(total, PTX)
+    total *= sigmoid(total, PTX)  # [BT, BP]
     tl.store(y + token[:, None] * P + c[None, :], total.to(y.dtype.element_ty), mask=mask)
 
 
@@ -93,7 +93,7 @@ def conv_backward_kernel(
             value = load_input(x, tail, reader - (W - 1) + tap, n, first, c, mask, stride_x, P, W, HAS_TAIL)
             before += value * tl.load(weight + c * W + tap, mask=in_p, other=0.0).to(tl.float32)[None, :]
         share = sigmoid(before, PTX)
-        grad = tl.load(dy + reader[:, None] * P + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(dy + reader[:, None] * P + c[None, :], mask=mask, other=0.0).to(tl.float32)  # [BT, BP]
         grad *= share * (1.0 + before * (1.0 - share))
         total += grad * tl.load(weight + c * W + (W - 1 - later), mask=in_p, other=0.0).to(tl.float32)[None, :]
         if later == 0:
