@@ -7,6 +7,7 @@ transformers reads the text of this file to learn what a model supports. The rou
 """
 
 import copy
+import functools
 import math
 import os
 import re
@@ -434,7 +435,22 @@ def _check_mask(attention_mask: Any) -> None:
         )
 
 
-class KimiK3ForCausalLM(KimiK3GenerationMixin, KimiK3PreTrainedModel):
+class _WithHead(KimiK3GenerationMixin, KimiK3PreTrainedModel):
+    """What the classes with a language-model head share."""
+
+    @property
+    def check_finite(self) -> bool:
+        """Whether a forward raises FloatingPointError and names the first layer after which it is not finite."""
+        model: Any = self.base_model
+        return model.check_finite
+
+    @check_finite.setter
+    def check_finite(self, value: bool) -> None:
+        model: Any = self.base_model
+        model.check_finite = value
+
+
+class KimiK3ForCausalLM(_WithHead):
     """The text model with its language-model head; reads the text part of a multimodal checkpoint too."""
 
     config: KimiK3TextConfig
@@ -453,15 +469,6 @@ class KimiK3ForCausalLM(KimiK3GenerationMixin, KimiK3PreTrainedModel):
         # Tokens: a training forward with labels then makes its loss so many at a time and returns no logits.
         self.loss_chunk: int | None = None
         self.post_init()
-
-    @property
-    def check_finite(self) -> bool:
-        """Whether a forward raises FloatingPointError and names the first layer after which it is not finite."""
-        return self.model.check_finite
-
-    @check_finite.setter
-    def check_finite(self, value: bool) -> None:
-        self.model.check_finite = value
 
     @can_return_tuple
     def forward(
@@ -514,11 +521,11 @@ class KimiK3ForCausalLM(KimiK3GenerationMixin, KimiK3PreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
-            **{CACHE_ARGUMENT: outputs[CACHE_ARGUMENT] if CACHE_ARGUMENT in outputs else None},
+            **{CACHE_ARGUMENT: outputs.cache},
         )
 
 
-class KimiK3ForConditionalGeneration(KimiK3GenerationMixin, KimiK3PreTrainedModel):
+class KimiK3ForConditionalGeneration(_WithHead):
     """The class that the released checkpoint names. Text works; images are refused until vision is implemented."""
 
     config: KimiK3Config
@@ -536,21 +543,6 @@ class KimiK3ForConditionalGeneration(KimiK3GenerationMixin, KimiK3PreTrainedMode
         self.language_model = KimiK3ForCausalLM(text)
         self.post_init()
 
-    @property
-    def check_finite(self) -> bool:
-        """See `KimiK3Model.check_finite`."""
-        return self.language_model.check_finite
-
-    @check_finite.setter
-    def check_finite(self, value: bool) -> None:
-        self.language_model.check_finite = value
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.language_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.language_model.set_input_embeddings(value)
-
     def get_output_embeddings(self) -> nn.Module:
         return self.language_model.get_output_embeddings()
 
@@ -558,35 +550,13 @@ class KimiK3ForConditionalGeneration(KimiK3GenerationMixin, KimiK3PreTrainedMode
         self.language_model.set_output_embeddings(value)
 
     @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: HybridCache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        cache: HybridCache | None = None,
-        **kwargs: Any,
-    ) -> MoeCausalLMOutputWithPast:
+    @functools.wraps(KimiK3ForCausalLM.forward, assigned=())
+    def forward(self, *args: Any, **kwargs: Any) -> MoeCausalLMOutputWithPast:
         """Arguments and result of `KimiK3ForCausalLM.forward`; image arguments raise NotImplementedError."""
         for name in self._image_arguments:
             if kwargs.pop(name, None) is not None:
                 raise NotImplementedError(f"{name}: image input is not implemented yet, this model reads text only")
-        return self.language_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            cache=cache,
-            **kwargs,
-        )
+        return self.language_model(*args, **kwargs)
 
 
 __all__ = [
