@@ -274,11 +274,7 @@ def a_log_shape(files: list[str] | None) -> tuple[int, ...] | None:
 
 
 def check_headers(
-    model: PreTrainedModel,
-    files: list[str],
-    expert_storage: str,
-    renamings: list[WeightRenaming],
-    ignore_mismatched_sizes: bool = False,
+    model: Any, files: list[str], renamings: list[WeightRenaming], ignore_mismatched_sizes: bool = False
 ) -> None:
     """Refuse a checkpoint whose tensors do not fit the model, naming the tensor, before its data is read.
 
@@ -297,13 +293,13 @@ def check_headers(
         if plain in found:
             raise ValueError(f"{name} and {found[plain][0]} are the same tensor of the model")
         found[plain] = (name, *entry)
-    expected = {plain_name(name): (name, *entry) for name, entry in _expected(model, expert_storage).items()}
+    expected = {plain_name(name): (name, *entry) for name, entry in _expected(model).items()}
     if fused := next((entry[0] for plain, entry in found.items() if plain.endswith(".self_attn.conv1d.weight")), None):
         raise ValueError(
             f"{fused}: the checkpoint has the fused tensors of transformers' own class in memory; "
             "`kimi-k3 convert` writes it in the released layout"
         )
-    check_tensors(found, expected, expert_storage, ignore_mismatched_sizes)
+    check_tensors(found, expected, model.expert_storage, ignore_mismatched_sizes)
 
 
 def check_tensors(
@@ -358,8 +354,8 @@ def plain_name(name: str) -> str:
     return name.removeprefix("language_model.").removeprefix("model.")
 
 
-def _expected(model, expert_storage):
-    if expert_storage != "dequantize":
+def _expected(model: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+    if model.expert_storage != "dequantize":
         return released_tensors(model)
     expected = {}
     for name, tensor in model.state_dict().items():
@@ -383,8 +379,8 @@ NATIVE_DENSE_MLP = tuple(
 
 
 def load_checked(
-    model: PreTrainedModel, state_dict: dict[str, torch.Tensor] | None, checkpoint_files: list[str] | None,
-    load_config: Any, conversions: list[WeightTransform], expert_storage: str, *args: Any, **kwargs: Any,
+    model: Any, state_dict: dict[str, torch.Tensor] | None, checkpoint_files: list[str] | None,
+    load_config: Any, *args: Any, **kwargs: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """transformers' `_load_pretrained_model` with our conversions, after the headers were checked."""
     # What transformers collected for us is the user's `key_mapping` and the renamings of old formats.
@@ -395,9 +391,10 @@ def load_checked(
             raise ValueError(
                 f"only safetensors files are read, not {checkpoint_files[0]}: convert the checkpoint first"
             )
-        check_headers(model, checkpoint_files, expert_storage, renamings, load_config.ignore_mismatched_sizes)
+        check_headers(model, checkpoint_files, renamings, load_config.ignore_mismatched_sizes)
     if not hasattr(model, "language_model"):
         renamings.append(PrefixChange(prefix_to_remove="language_model"))
+    conversions = weight_conversions(model.config, model.expert_storage)
     load_config = dataclasses.replace(load_config, weight_mapping=[*renamings, *conversions])
     result = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     for name, report in result[0].conversion_errors.items():

@@ -138,10 +138,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
-        conversions = weight_conversions(model.config, model.expert_storage)
-        result = load_checked(
-            model, state_dict, checkpoint_files, load_config, conversions, model.expert_storage, *args, **kwargs
-        )
+        result = load_checked(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         # Saving reverses the model's own conversions, not those that happened to be used (and never the prefix).
         model._weight_conversions = model._conversions(a_log_shape(checkpoint_files if state_dict is None else None))
         return result

@@ -392,11 +392,6 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False, drop_
             tensors[name] = part
     _drop_tied_head(tensors, expected)
     foreign = [name for name in tensors if name not in expected]
-    for name, part in tensors.items():
-        if part.dtype not in DTYPES and name in expected:
-            raise ConversionError(
-                f"{part.name} is stored as {part.dtype}: only floating-point weights and packed MXFP4 experts are read"
-            )
     described = {name: (part.name, part.dtype, part.shape) for name, part in tensors.items()}
     try:
         check_tensors(described, expected, "packed" if text_config.expert_quantization else "float")
@@ -436,7 +431,7 @@ def _drop_tied_head(tensors, expected):
 def _live_heads(stored: Stored, heads: int) -> Stored:
     """`A_log` [H] of [H], zero-padded [P] or [1, 1, H, 1]."""
     count = math.prod(stored.shape)
-    if not DTYPES[stored.dtype].is_floating_point:
+    if stored.dtype == "U8" or stored.dtype not in DTYPES:
         raise ConversionError(f"{stored.name} is stored as {stored.dtype}, which is not a floating-point format")
     if count < heads:
         raise ConversionError(f"{stored.name} has {count} entries for {heads} heads")
