@@ -44,7 +44,7 @@ from .kernels_kimi_k3 import mxfp4
 # conversions a checkpoint would load as random weights with one warning.
 _LOADER_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
 if list(inspect.signature(PreTrainedModel._load_pretrained_model).parameters)[:4] != _LOADER_ARGUMENTS:
-    raise ImportError("this transformers release has changed its checkpoint loader; use transformers >=5.17,<=5.24")
+    raise ImportError("this transformers release has changed its checkpoint loader; use one of 5.17 to 5.24")
 
 
 # What a checkpoint of the family holds, in the words of safetensors and of torch: numbers, and bytes of packed experts.

@@ -145,9 +145,8 @@ def causal_mask(
 def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cache):
     """[B, T] True where a document starts, None when no row holds more than one."""
     cached = cache.get_seq_length() if cache is not None else 0
-    continuing = (
-        isinstance(cached, torch.Tensor) or cached > 0
-    )  # a static cache counts in a tensor once it holds tokens
+    # a static cache counts in a tensor once it holds tokens
+    continuing = isinstance(cached, torch.Tensor) or cached > 0
     if continuing and cu_seq_lens is not None:
         raise ValueError("cu_seq_lens_q describes packed documents, which cannot continue a cache")
     if continuing and torch.compiler.is_compiling():  # no value may be read on the host

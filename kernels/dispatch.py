@@ -136,9 +136,12 @@ def recompute(function, tensors):
 
 
 def gradients(results, leaves, grads) -> list[torch.Tensor | None]:
-    """Of what `recompute` returned, under the gradients of the results."""
-    results, grads = zip(*((x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None), strict=True)
-    found = iter(torch.autograd.grad(results, [x for x in leaves if x is not None], grads, allow_unused=True))
+    """Of what `recompute` returned, under the gradients of the results; None for a result that nobody used."""
+    pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+    used, used_grads = zip(*pairs, strict=True)
+    some_unused = len(used) < len(results)  # then, and only then, an input may have no gradient
+    tensors = [x for x in leaves if x is not None]
+    found = iter(torch.autograd.grad(used, tensors, used_grads, allow_unused=some_unused))
     return [None if x is None else next(found) for x in leaves]
 
 
