@@ -1,6 +1,6 @@
 # Every target does its whole set-up on a fresh machine; stamp files make a second call start at once.
 #
-#   make demo | test | test-gguf | bench | lint | types | clean
+#   make demo | quick | test | mutants | test-gguf | bench | lint | types | clean
 
 PYTHON ?= python3
 # Installed before everything else, so that no dependency picks another build. Name the one you want:
@@ -20,10 +20,21 @@ OLDEST_READY := .venv-oldest/.ready
 # Two editable installs of one tree at once would write the same metadata.
 .NOTPARALLEL:
 
-.PHONY: demo test test-newest test-oldest test-gguf bench lint types clean
+.PHONY: demo quick mutants test test-newest test-oldest test-gguf bench lint types clean
 
 demo: $(NEWEST_READY)
 	.venv/bin/python -P demo.py
+
+# Under a minute on two idle cores: the tests of `QUICK` in tests/which_tests.py, which catch most careless changes.
+quick: $(NEWEST_READY)
+	OMP_NUM_THREADS=1 .venv/bin/python -P -m pytest -m quick $(PYTEST_FLAGS) \
+		$$(PYTHONPATH=tests .venv/bin/python -P -c "from which_tests import QUICK; print(*map('tests/{}'.format, QUICK))")
+
+# Careless one-line changes in a copy of the tree, each run against the tests of its file: nine of ten must be caught.
+N ?= 60
+SEED ?= 0
+mutants: $(NEWEST_READY)
+	.venv/bin/python tests/mutants.py -n $(N) --seed $(SEED)
 
 # One suite on both ends of the supported range of transformers, and what llama.cpp makes of our folders.
 test: lint test-newest test-oldest test-gguf
