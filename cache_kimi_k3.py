@@ -69,7 +69,7 @@ class HybridCache(Cache):
 
     Args:
         config: a `KimiK3Config` or `KimiK3TextConfig`.
-        max_length: room for so many columns in buffers that never move (static shapes); None grows as needed.
+        max_length: columns for which buffers that never move have room (static shapes); None grows as needed.
         offload: keep every layer's tensors on the CPU between its forwards.
 
     Example:
@@ -104,13 +104,13 @@ class HybridCache(Cache):
         return sum(layer.nbytes for layer in self.layers)
 
     def reserve(self, columns: int) -> None:
-        """Make room for so many columns at the next token, so that a cache of known length is never copied to grow."""
+        """Make room for this many columns at the next token: a cache of known length is then never copied to grow."""
         for layer in self.layers:
             if hasattr(layer, "reserved"):
                 layer.reserved = columns
 
     def keep_recorded(self, columns: int) -> None:
-        """Let at least so many columns be taken back while recording, more than the default 64."""
+        """While recording, let at least this many columns be taken back, if that is more than 64."""
         for layer in self.layers:
             if hasattr(layer, "recording"):
                 layer.recording.reach = max(columns, layer.recording.reach)
@@ -133,7 +133,7 @@ class HybridCache(Cache):
                 layer.keep_states(columns)
 
     def snapshot(self, column: int | None = None) -> "HybridCache":
-        """This boundary, to return to with `restore` or to go on from as a cache of its own.
+        """This boundary, to return to with `restore` or to continue as a cache of its own.
 
         Nothing is copied until one of the two is written where the other reads.
 

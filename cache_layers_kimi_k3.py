@@ -3,8 +3,9 @@
 import copy
 import dataclasses
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -45,14 +46,28 @@ class KDAForward(NamedTuple):
 class _StateLayer(CacheLayerMixin):
     """What the two kinds of layer have in common: a token count, and no keys and values."""
 
+    seq_length: Any  # a number; of a static layer a tensor on its device
+
     def __init__(self):
         super().__init__()
         self.seq_length = 0
 
-    def lazy_initialization(self, *args, **kwargs) -> None:
+    @abstractmethod
+    def tensors(self) -> list[torch.Tensor]:
+        """What the layer keeps, in the order of `tensor_names`; empty before the first token."""
+
+    @abstractmethod
+    def fork(self) -> "_StateLayer":
+        """A second holder of the same content."""
+
+    @abstractmethod
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Go on with a batch that consists of these rows."""
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"{type(self).__name__} holds no keys and values; the model fills it")
 
-    def update(self, *args, **kwargs):
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{type(self).__name__} holds no keys and values; the model fills it")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -72,7 +87,7 @@ class _StateLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
 
-    def restored(self, kept: "_StateLayer") -> "_StateLayer":
+    def restored(self, kept: Any) -> "_StateLayer":
         """The layer that stands at the boundary of `kept`, the layer of a snapshot."""
         return kept.fork()
 
@@ -118,7 +133,7 @@ class KDACacheLayer(_StateLayer):
     """State of one KDA layer.
 
     Attributes:
-        offload: whether everything lies on the CPU between two forwards.
+        offloaded: whether everything lies on the CPU between two forwards.
         state: of all rows after the columns that were fed. Its tensors are never written: while captured steps write
             the state in buffers of theirs, reading it takes a copy of these, and the next step starts from that.
         stepping: the layer of these buffers; None while the state lies in tensors of its own.
@@ -130,7 +145,7 @@ class KDACacheLayer(_StateLayer):
 
     def __init__(self, offload: bool = False):
         super().__init__()
-        self.offload = offload
+        self.offloaded = offload
         self.stepping: StaticKDACacheLayer | None = None
         self.state, self.recording = KDAState(), Recording()
         self.snapshot_columns: frozenset[int] = frozenset()  # at which forwards keep the state for a snapshot
@@ -159,14 +174,14 @@ class KDACacheLayer(_StateLayer):
         return self.stepping is stepping and not self.recording.active
 
     @property
-    def is_croppable(self) -> bool:
+    def is_croppable(self) -> bool:  # type: ignore[override]  # transformers only reads it
         return self.recording.active
 
     def activate_past_recording(self) -> None:
         """From the next forward on, keep what `crop` needs."""
         self.recording.active = True
 
-    def read(self, device) -> KDAState:
+    def read(self, device: torch.device) -> KDAState:
         """The state on the device of the layer that asks."""
         return self.state.map(lambda x: _usable(x, device))
 
@@ -184,12 +199,12 @@ class KDACacheLayer(_StateLayer):
 
     def store(self, forward: KDAForward) -> None:
         """Take over what a forward leaves. The tensors belong to the cache from here on."""
-        home = _home(self.offload, forward.state.recurrent.device)
+        home = _home(self.offloaded, forward.state.tensors[0].device)
         new = forward.state.map(lambda x: x.to(home))
         if self.recording.active:
             before = self.state.map(lambda x: _usable(x, home))
             passed = {inside: state.map(lambda x: x.to(home)) for inside, state in forward.passed.items()}
-            self.recording.add(forward.inputs().to(home), before, passed, len(new.recurrent))
+            self.recording.add(forward.inputs().to(home), before, passed, len(new.tensors[0]))
         for inside, state in forward.passed.items():
             if self.seq_length + inside in self.snapshot_columns:
                 self.snapshots[self.seq_length + inside] = state.map(lambda x: x.to(home))
@@ -203,7 +218,7 @@ class KDACacheLayer(_StateLayer):
             self.snapshots[self.seq_length] = self.state
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Go back by so many columns and make that the boundary to which the next `crop` can return."""
+        """Go back by |tokens_to_remove| columns, to what is then the boundary to which the next `crop` can return."""
         remove = _columns_to_remove(tokens_to_remove, self.seq_length)
         recorded = self.recording.columns
         if remove > recorded:
@@ -219,17 +234,15 @@ class KDACacheLayer(_StateLayer):
         self.recording.clear()
 
     def tensors(self) -> list[torch.Tensor]:
-        state = self.state
-        return [*state.tails, state.recurrent] if self.is_initialized else []
+        return list(self.state.tensors)
 
     @property
     def nbytes(self) -> int:
-        state = self._current()
-        return sum(x.numel() * x.element_size() for x in (*state.tails, state.recurrent)) if self.is_initialized else 0
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._current().tensors)
 
     @property
     def batch_size(self) -> int:
-        return self._current().recurrent.shape[0] if self.is_initialized else -1
+        return self._current().tensors[0].shape[0] if self.is_initialized else -1
 
     def __deepcopy__(self, memo):
         self._own()
@@ -245,8 +258,8 @@ class KDACacheLayer(_StateLayer):
 
     def fork_at(self, column: int) -> "KDACacheLayer":
         """A holder of the state that was kept there, not recording."""
-        forked = KDACacheLayer(self.offload)
-        forked.load([*self.snapshots[column].tails, self.snapshots[column].recurrent], column)
+        forked = KDACacheLayer(self.offloaded)
+        forked.load(list(self.snapshots[column].tensors), column)
         return forked
 
     def _own(self) -> None:
@@ -257,16 +270,16 @@ class KDACacheLayer(_StateLayer):
         self.state = KDAState(tuple(tensors[:3]), tensors[3])
         self.seq_length, self.is_initialized = seq_length, True
 
-    def to(self, device) -> None:
+    def to(self, device: torch.device | str) -> None:
         self._map(lambda x: x.to(device))
         self.recording.to(device)
 
     def reset(self) -> None:
         recording = Recording(self.recording.active, self.recording.reach)
-        self.__init__(self.offload)
+        self.__init__(self.offloaded)  # type: ignore[misc]  # no subclass has other arguments
         self.recording = recording
 
-    def _map(self, function) -> None:
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.state = self.state.map(function)
         self.snapshots = {column: state.map(function) for column, state in self.snapshots.items()}
 
@@ -288,7 +301,7 @@ class LatentCacheLayer(_StateLayer):
     def __init__(self, offload: bool = False):
         super().__init__()
         # whether the buffer lies on the CPU; new latents are written there, all are read from it
-        self.offload = offload
+        self.offloaded = offload
         self.buffer: torch.Tensor | None = None  # [B, capacity, kv_lora_rank + qk_rope_head_dim]
         self._holders = weakref.WeakSet([self])  # the layers that read this buffer, forks of one another
         self.stepping: StaticLatentCacheLayer | None = None  # whose buffer it is, if captured steps write behind these
@@ -302,11 +315,12 @@ class LatentCacheLayer(_StateLayer):
         return self._filled()
 
     def _filled(self) -> torch.Tensor:
+        assert self.buffer is not None  # asked for behind a token only
         return self.buffer[:, : self.seq_length]
 
     @property
     def nbytes(self) -> int:
-        return self._filled().numel() * self.buffer.element_size() if self.is_initialized else 0
+        return self._filled().numel() * self._filled().element_size() if self.is_initialized else 0
 
     def lend(self, stepping: "StaticLatentCacheLayer") -> None:
         """From here on captured steps append to the latents in the buffer of `stepping`, which has copied them."""
@@ -324,31 +338,34 @@ class LatentCacheLayer(_StateLayer):
     def append(self, latents: torch.Tensor) -> torch.Tensor:
         """Append [B, new tokens, width] and return the latents of all tokens, without a copy where possible."""
         length, device = self.seq_length + latents.shape[1], latents.device
-        latents = latents.to(_home(self.offload, device))
+        latents = latents.to(_home(self.offloaded, device))
         if self.buffer is not None and (self.buffer.device, self.buffer.dtype) != (latents.device, latents.dtype):
             self._own(self.buffer.to(latents))  # the model has moved, or changed its precision
-        held = self.buffer
+        buffer = self.buffer
         if latents.requires_grad or (
-            held is not None and (held.requires_grad or (held.is_inference() and not torch.is_inference_mode_enabled()))
+            buffer is not None
+            and (buffer.requires_grad or (buffer.is_inference() and not torch.is_inference_mode_enabled()))
         ):
             # Writing in place would cut the autograd graph of earlier steps, and is forbidden for inference tensors.
-            self._own(latents if self.buffer is None else torch.cat([self._filled(), latents], dim=1))
+            self._own(latents if buffer is None else torch.cat([self._filled(), latents], dim=1))
         else:
-            if held is None or held.shape[1] < length or not self.is_foremost():
-                self._grow(latents, length)
-            self.buffer[:, self.seq_length : length] = latents
+            if buffer is None or buffer.shape[1] < length or not self.is_foremost():
+                buffer = self._grown(latents, length)
+                self._own(buffer)
+            buffer[:, self.seq_length : length] = latents
         self.seq_length = length
         self.is_initialized = True
         return (self.latents if torch.is_grad_enabled() else self._filled()).to(device)  # autograd keeps the view
 
-    def _grow(self, like: torch.Tensor, length: int) -> None:
+    def _grown(self, like: torch.Tensor, length: int) -> torch.Tensor:
+        """A larger buffer with these latents."""
         # The first prefill is stored tight: most caches are built by one prefill and a short generation.
         capacity = length if self.buffer is None else int(length * _GROWTH)
         capacity = max(-(-(capacity + 1) // _GRANULE) * _GRANULE, self.reserved)
         buffer = like.new_empty(like.shape[0], capacity, like.shape[2])
         if self.buffer is not None:
             buffer[:, : self.seq_length] = self._filled()
-        self._own(buffer)
+        return buffer
 
     def _own(self, buffer: torch.Tensor | None) -> None:
         """Take a buffer that no other layer reads."""
@@ -360,7 +377,7 @@ class LatentCacheLayer(_StateLayer):
 
     @property
     def batch_size(self) -> int:
-        return self.buffer.shape[0] if self.is_initialized else -1
+        return -1 if self.buffer is None else self.buffer.shape[0]
 
     def fork(self) -> "LatentCacheLayer":
         """A second holder of the same latents; whoever would write where another one reads copies the buffer first."""
@@ -383,8 +400,8 @@ class LatentCacheLayer(_StateLayer):
         self.reset()
         self.append(tensors[0])
 
-    def to(self, device) -> None:
-        if self.is_initialized and self.buffer.device != torch.device(device):
+    def to(self, device: torch.device | str) -> None:
+        if self.buffer is not None and self.buffer.device != torch.device(device):
             self._own(self.buffer.to(device))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -393,14 +410,14 @@ class LatentCacheLayer(_StateLayer):
 
     def reset(self) -> None:
         self._holders.discard(self)
-        self.__init__(self.offload)
+        self.__init__(self.offloaded)  # type: ignore[misc]  # no subclass has other arguments
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.is_initialized:
+        if self.buffer is not None:
             self._own(self.buffer.index_select(0, indices.to(self.buffer.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
+        if self.buffer is not None:
             self._own(self.buffer.repeat_interleave(repeats, dim=0))
 
 
@@ -419,7 +436,7 @@ class _StaticLayer(_StateLayer):
         self.max_length = max_length
         self.buffers: list[torch.Tensor] = []
 
-    def get_seq_length(self) -> torch.Tensor | int:
+    def get_seq_length(self) -> torch.Tensor | int:  # type: ignore[override]  # as transformers' static layers
         """Int64 tensor [], as in transformers' static caches; 0 before the first token."""
         return self.seq_length if self.is_initialized else 0
 
@@ -474,7 +491,7 @@ class _StaticLayer(_StateLayer):
     def fork(self) -> "_StaticLayer":
         return copy.deepcopy(self)
 
-    def restored(self, kept: "_StaticLayer") -> "_StaticLayer":
+    def restored(self, kept: Any) -> "_StaticLayer":
         self.reset()
         if kept.is_initialized:
             self._reserve(*((buffer.shape, buffer.dtype, buffer.device) for buffer in kept.buffers))
@@ -484,7 +501,7 @@ class _StaticLayer(_StateLayer):
             self.is_initialized = True
         return self
 
-    def to(self, device) -> None:
+    def to(self, device: torch.device | str) -> None:
         if self.buffers:
             self.buffers = [buffer.to(device) for buffer in self.buffers]
             self.seq_length = self.seq_length.to(device)
@@ -545,14 +562,14 @@ class StaticKDACacheLayer(_StaticLayer):
         """As `KDACacheLayer.boundaries`: nothing is exported."""
         return []
 
-    def read(self, device) -> KDAState:
+    def read(self, device: torch.device | None) -> KDAState:
         """As `KDACacheLayer.read`; the layer never leaves its device."""
         return KDAState(tuple(self.buffers[:3]), self.buffers[3]) if self.is_initialized else KDAState()
 
     def store(self, forward: KDAForward) -> None:
         """As `KDACacheLayer.store`, written into the buffers."""
-        new = (*forward.state.tails, forward.state.recurrent)
-        self._refuse_autograd(forward.state.recurrent)
+        new = forward.state.tensors
+        self._refuse_autograd(new[-1])
         if not self.is_initialized:
             self._reserve(*((tensor.shape, tensor.dtype, tensor.device) for tensor in new))
         for buffer, tensor in zip(self.buffers, new, strict=True):

@@ -4,9 +4,12 @@ import contextlib
 import copy
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
 
+import torch
 import torch.nn.functional as F
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
@@ -17,23 +20,27 @@ from .graph_kimi_k3 import CapturedForward, CapturedSteps, can_capture, has_grap
 CACHE_ARGUMENT = (
     "cache" if "cache" in {f.name for f in dataclasses.fields(MoeModelOutputWithPast)} else "past_key_values"
 )
+KimiK3ModelOutput: Any = MoeModelOutputWithPast
+KimiK3CausalLMOutput: Any = MoeCausalLMOutputWithPast
 if CACHE_ARGUMENT == "past_key_values":  # the newer releases' outputs answer to both names by themselves
 
     class _BothCacheNames:
+        past_key_values: HybridCache | None
+
         @property
         def cache(self) -> HybridCache | None:
             return self.past_key_values
 
-    class KimiK3ModelOutput(_BothCacheNames, MoeModelOutputWithPast):
+    class _ModelOutput(_BothCacheNames, MoeModelOutputWithPast):  # type: ignore[misc]  # where there is no such field
         """transformers' output, whose cache also answers to its newer name."""
 
-    class KimiK3CausalLMOutput(_BothCacheNames, MoeCausalLMOutputWithPast):
+    class _CausalLMOutput(_BothCacheNames, MoeCausalLMOutputWithPast):  # type: ignore[misc]
         """transformers' output, whose cache also answers to its newer name."""
-else:
-    KimiK3ModelOutput, KimiK3CausalLMOutput = MoeModelOutputWithPast, MoeCausalLMOutputWithPast
+
+    KimiK3ModelOutput, KimiK3CausalLMOutput = _ModelOutput, _CausalLMOutput
 
 
-def one_cache(cache, past_key_values) -> HybridCache | None:
+def one_cache(cache: Any, past_key_values: Any) -> HybridCache | None:
     if cache is not None and past_key_values is not None and cache is not past_key_values:
         raise ValueError("cache and past_key_values are two names of one argument, but two different caches were given")
     cache = past_key_values if cache is None else cache
@@ -49,14 +56,14 @@ def one_cache(cache, past_key_values) -> HybridCache | None:
 CACHE_IMPLEMENTATIONS = (None, "dynamic", "static", "offloaded")
 # What a step of `generate` is given beside its token, if nothing else was asked for.
 _OF_A_STEP = {CACHE_ARGUMENT, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
-# Draft tokens of one round that a cache can take back; a prompt's last so many columns are recorded for it.
+# Draft tokens of one round that a cache can take back; as many last columns of a prompt are recorded for it.
 MOST_DRAFTED = 512
 
 
 class KimiK3GenerationMixin(GenerationMixin):
     """What generation needs to know of a model whose cache is a `HybridCache`."""
 
-    def get_compiled_call(self, compile_config):
+    def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
         """What `generate` calls for every token: on one CUDA GPU a captured graph of the forward.
 
         `generate(disable_compile=True)` runs the forward as it is, and a `compile_config` asks for torch.compile, which
@@ -66,11 +73,11 @@ class KimiK3GenerationMixin(GenerationMixin):
             return compile_config
         if compile_config is None and can_capture(self):
             return CapturedForward(self)
-        return super().get_compiled_call(compile_config)
+        return super().get_compiled_call(compile_config)  # type: ignore[misc]  # of PreTrainedModel
 
-    def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:
         chosen = isinstance(generation_config.compile_config, CapturedSteps)
-        return chosen or super()._valid_auto_compile_criteria(model_kwargs, generation_config)
+        return chosen or super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # type: ignore[misc]
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **model_kwargs):
         """transformers' loop; on a growing cache it is given captured steps as what it would call compiled."""
@@ -84,31 +91,34 @@ class KimiK3GenerationMixin(GenerationMixin):
             )
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # transformers reads the signature
-    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """transformers' method; a plain step passes by its search for what other models need, 20 us on the host."""
         cache = kwargs.get(CACHE_ARGUMENT)
-        plain = next_sequence_length == 1 and cache is not None and kwargs.keys() <= _OF_A_STEP
-        if not plain or cache.is_compileable:
+        plain = next_sequence_length == 1 and kwargs.keys() <= _OF_A_STEP
+        if not plain or cache is None or cache.is_compileable:
             return super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
         inputs = {"input_ids": input_ids[:, -1:].contiguous(), **kwargs}
         if (positions := inputs.get("position_ids")) is not None:
             inputs["position_ids"] = positions[..., -1:].contiguous()
         return {name: x for name, x in inputs.items() if x is not None}
 
-    def _captured_steps(self, cache, rows: int, generation_config) -> CapturedSteps | None:
+    def _captured_steps(self, cache: Any, rows: int, generation_config: GenerationConfig) -> CapturedSteps | None:
         """None where the forward runs as it is, or a static cache's steps are captured."""
         if generation_config.disable_compile or generation_config.compile_config is not None:
             return None
         # Another copy of this code in the process may be another version.
-        if not isinstance(cache, HybridCache) or cache.is_compileable or any(layer.offload for layer in cache.layers):
+        if not isinstance(cache, HybridCache) or cache.is_compileable or any(layer.offloaded for layer in cache.layers):
             return None
         # The caches of drafts record. A class, or an instance, that feeds steps in its own way may feed padding.
         own = (self.prepare_inputs_for_generation, self._update_model_kwargs_for_generation)
-        usual = KimiK3GenerationMixin
-        usual = [usual.prepare_inputs_for_generation, usual._update_model_kwargs_for_generation]
+        mixin = KimiK3GenerationMixin
+        usual = [mixin.prepare_inputs_for_generation, mixin._update_model_kwargs_for_generation]
         if generation_config.is_assistant or [getattr(method, "__func__", None) for method in own] != usual:
             return None
-        return CapturedSteps(self, cache, CACHE_ARGUMENT, rows) if has_graphs(self.device) else None
+        model: Any = self  # this is mixed into one
+        return CapturedSteps(model, cache, CACHE_ARGUMENT, rows) if has_graphs(model.device) else None
 
     def release_decoding_buffers(self) -> None:
         """Free the buffers and graphs that `generate` keeps on a GPU for its next call; that one makes them anew."""
@@ -144,7 +154,10 @@ class KimiK3GenerationMixin(GenerationMixin):
             drafts.keep_recorded(MOST_DRAFTED)
 
     @staticmethod
-    def create_masks_for_generate(config, inputs_embeds, attention_mask, cache=None, past_key_values=None, **kwargs):
+    def create_masks_for_generate(
+        config: Any, inputs_embeds: Any, attention_mask: torch.Tensor | None, cache: Any = None,
+        past_key_values: Any = None, **kwargs: Any,
+    ) -> torch.Tensor | None:  # fmt: skip
         """For static caches, before a forward that may be compiled: [B, S] -> [B, max_length], zeros at unused places.
 
         A call of transformers' generation, which would otherwise make the 4-D mask that KDA layers cannot read.
@@ -209,7 +222,7 @@ class KimiK3GenerationMixin(GenerationMixin):
             input_ids = new[:, fed:] if only_new else input_ids
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
-    def init_continuous_batching(self, *args, **kwargs):
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
             "continuous batching keeps keys and values in pages and has no place for recurrent states: use generate"
         )

@@ -10,10 +10,12 @@ import threading
 import warnings
 import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.modules.module import _has_any_global_hook
+from transformers import PreTrainedModel
 
 from .cache_kimi_k3 import HybridCache
 from .cache_layers_kimi_k3 import KDACacheLayer
@@ -36,7 +38,7 @@ def has_graphs(device: torch.device) -> bool:
     return device.type != "meta" and hasattr(torch.get_device_module(device), "CUDAGraph")
 
 
-def can_capture(model) -> bool:
+def can_capture(model: Any) -> bool:
     """Whether the model lies on one device that has graphs."""
     devices = {parameter.device for parameter in model.parameters()}
     return len(devices) == 1 and has_graphs(devices.pop())
@@ -45,7 +47,7 @@ def can_capture(model) -> bool:
 class Graph:
     """A forward of a model on given tensors, captured: `replay` runs it on what they hold then, and fills `outputs`."""
 
-    def __init__(self, model, inputs):
+    def __init__(self, model: PreTrainedModel, inputs: dict[str, Any]):
         device = torch.get_device_module(model.device)
         self._graph = device.CUDAGraph()
         # Not the stream that torch would take, which belongs to whichever device captured first.
@@ -68,11 +70,14 @@ class CapturedForward:
     reason is logged once. For one generation: a `reset` of the cache between two calls is not seen.
     """
 
-    def __init__(self, model):
+    def __init__(self, model: Any):
         self.model = model
-        self._known = self._graph = self._inputs = self._refused = None
+        self._known: tuple[dict, dict] | None = None  # shapes of the tensors, other arguments
+        self._graph: Graph | None = None
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._refused: str | None = None
 
-    def __call__(self, **inputs):
+    def __call__(self, **inputs: Any) -> Any:
         """Arguments and result of the model's forward; the logits are a copy, the next call leaves them alone."""
         if self._refused is not None or torch.is_grad_enabled():
             return self.model(**inputs)
@@ -85,22 +90,22 @@ class CapturedForward:
             if reason is not None:
                 self._refuse(reason)
             return outputs
-        if self._graph is None and not self._capture(tensors, rest):
+        graph = self._graph or self._capture(tensors, rest)
+        if graph is None:
             return self.model(**inputs)
         for name, x in tensors.items():
             self._inputs[name].copy_(x)
-        self._graph.replay()
-        outputs = self._graph.outputs
+        graph.replay()
+        outputs = graph.outputs
         return type(outputs)(**{**outputs, "logits": outputs.logits.clone()})
 
-    def _capture(self, tensors, rest) -> bool:
+    def _capture(self, tensors: dict[str, torch.Tensor], rest: dict[str, Any]) -> Graph | None:
         self._inputs = {name: x.clone() for name, x in tensors.items()}
         try:
             self._graph = Graph(self.model, {**self._inputs, **rest})
         except Exception as error:  # whatever a hook or an adapter in the model does that a capture forbids
             self._refuse(described_error(error))
-            return False
-        return True
+        return self._graph
 
     def _refuse(self, reason: str) -> None:
         self._refused = reason
@@ -111,7 +116,7 @@ def described_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:300]}"
 
 
-def watched(model, inputs):
+def watched(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Any, str | None]:
     """A forward as it is, and why later ones must not be captured: waiting for the device, or more than logits.
 
     A capture that breaks off leaves the process's random numbers and memory in the middle of it, so waiting is looked
@@ -119,7 +124,8 @@ def watched(model, inputs):
     """
     device = torch.get_device_module(model.device)
     watch = getattr(device, "set_sync_debug_mode", None)
-    thread, caught = threading.get_ident(), []
+    thread = threading.get_ident()
+    caught: list[tuple[int, Any, Any, str, int]] = []
     with _alone, warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, category, filename, lineno, *_: caught.append(
@@ -160,13 +166,19 @@ class DecodingStep:
         warm: whether it has run as it is, so that its kernels are compiled.
     """
 
-    def __init__(self, model, rows: int, padded: bool, rest: dict, capacity: int, name: str):
+    _layers: list[Any] | None  # of the growing cache
+    _pairs: list[tuple[Any, Any]]  # a buffer's layer, and the growing one
+    _recurrent: list[KDACacheLayer]
+    _latent: list[Any]
+
+    def __init__(self, model: PreTrainedModel, rows: int, padded: bool, rest: dict[str, Any], capacity: int, name: str):
         self.rows, self.padded, self.rest, self.capacity = rows, padded, rest, capacity
         self.cache, self.busy, self.length = HybridCache(model.config, max_length=capacity), threading.Lock(), 0
         with torch.inference_mode(False):  # inference tensors could be written in inference mode only
             self.ids = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
-            self.cache.real = torch.ones(rows, capacity, dtype=torch.bool, device=model.device)
-            self.mask = torch.ones_like(self.cache.real, dtype=torch.int64) if padded else None
+            real = torch.ones(rows, capacity, dtype=torch.bool, device=model.device)
+            self.mask = torch.ones_like(real, dtype=torch.int64) if padded else None
+            self.cache.real = real
         self.inputs = {"input_ids": self.ids, name: self.cache, **rest}
         if padded:
             self.inputs["attention_mask"] = self.mask
@@ -178,7 +190,7 @@ class DecodingStep:
     def nbytes(self) -> int:
         return sum(buffer.nbytes for layer in self.cache.layers for buffer in layer.buffers)
 
-    def serves(self, rows: int, padded: bool, rest: dict) -> bool:
+    def serves(self, rows: int, padded: bool, rest: dict[str, Any]) -> bool:
         return (self.rows, self.padded, self.rest) == (rows, padded, rest)
 
     def is_free_for(self, cache: HybridCache) -> bool:
@@ -199,7 +211,7 @@ class DecodingStep:
         for static, layer in self._pairs:
             static.take(layer)
         self.length = cache.get_seq_length()
-        if self.padded:
+        if self.mask is not None and self.cache.real is not None and cache.real is not None:
             self.mask.fill_(1)
             self.mask[:, : self.length] = cache.real
             self.cache.real.copy_(self.mask)
@@ -222,7 +234,7 @@ class DecodingStep:
             and all(layer.seq_length == length and layer.steps_on(static) for static, layer in self._pairs)
         )
 
-    def run(self, model, cache: HybridCache):
+    def run(self, model: PreTrainedModel, cache: HybridCache) -> tuple[Any, str | None]:
         """A step as it is: the model's outputs, and why later ones must not be captured."""
         outputs, reason = watched(model, self.inputs)
         self.warm = True
@@ -232,12 +244,12 @@ class DecodingStep:
         self._stepped(cache)
         return outputs, reason
 
-    def replay(self, cache: HybridCache) -> None:
+    def replay(self, graph: Graph, cache: HybridCache) -> None:
         """A captured step. An interrupt inside leaves layers at different tokens, which the next forward refuses."""
         if not self._lent:
             self._lend()
         self._count(self._recurrent)
-        self.graph.replay()
+        graph.replay()
         self._count(self._latent)
         self._stepped(cache)
 
@@ -247,13 +259,13 @@ class DecodingStep:
         self._lent = True
 
     @staticmethod
-    def _count(layers) -> None:
+    def _count(layers: list[Any]) -> None:
         for layer in layers:
             layer.seq_length += 1
 
     def _stepped(self, cache: HybridCache) -> None:
         self.length += 1
-        if self.padded:
+        if self.padded and cache.real is not None:
             cache.real = F.pad(cache.real, (0, 1), value=True)
         for layer in self._recurrent:
             layer.keep_reached()
@@ -262,14 +274,14 @@ class DecodingStep:
 class _KeptSteps:
     """The steps of a model: reused by every generation of the same shapes, as long as the model computes the same."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._steps: list[DecodingStep] = []  # the newest last
         self._refused: list[tuple[bool, dict]] = []
         self._reasons: set[str] = set()
-        self._computation = None
+        self._computation: Any = None
         self._lock = threading.Lock()
 
-    def open(self, computation, rows: int) -> None:
+    def open(self, computation: Any, rows: int) -> None:
         """A generation begins: forget what was captured of another computation, and much of what other batches need."""
         with self._lock:
             if computation != self._computation:
@@ -282,7 +294,9 @@ class _KeptSteps:
         while len(idle) > KEPT_STEPS or (most_bytes is not None and sum(step.nbytes for step in idle) > most_bytes):
             self._steps.remove(idle.pop(0))
 
-    def acquire(self, model, cache: HybridCache, padded: bool, rest: dict, name: str) -> DecodingStep:
+    def acquire(
+        self, model: PreTrainedModel, cache: HybridCache, padded: bool, rest: dict[str, Any], name: str
+    ) -> DecodingStep:
         """A step for this cache, locked, with room for a token at least; it has yet to `take` it."""
         columns = max(cache.get_seq_length() + 1, *(getattr(layer, "reserved", 0) for layer in cache.layers))
         with self._lock:
@@ -339,7 +353,7 @@ def room_for(columns: int) -> int:
 _kept: weakref.WeakKeyDictionary[torch.nn.Module, _KeptSteps] = weakref.WeakKeyDictionary()
 
 
-def release_steps(model) -> None:
+def release_steps(model: Any) -> None:
     """Free what captured steps of this model hold, but for those in use."""
     if model in _kept:
         _kept[model].release_idle()
@@ -352,7 +366,7 @@ class CapturedSteps:
     generations too. What cannot be captured runs as it is, and the reason is logged once. To be closed.
     """
 
-    def __init__(self, model, cache: HybridCache, name: str, rows: int):
+    def __init__(self, model: PreTrainedModel, cache: HybridCache, name: str, rows: int):
         """
         Args:
             cache: the growing cache of all calls.
@@ -361,7 +375,8 @@ class CapturedSteps:
         """
         self.model, self.cache, self.name = model, cache, name
         self._kept = _kept.setdefault(model, _KeptSteps())
-        self._step = self._outputs = None
+        self._step: DecodingStep | None = None
+        self._outputs: Any = None
         computation, reason = examined(model)
         self._kept.open(computation, rows)
         self._is_refused = reason is not None
@@ -374,19 +389,22 @@ class CapturedSteps:
             self._step.release()
         self._step = self._outputs = None
 
-    def __call__(self, **inputs):
+    def __call__(self, **inputs: Any) -> Any:
         """Arguments and result of the model's forward; the next call writes over the logits."""
-        if self._is_refused or torch.is_grad_enabled() or not (self._continues(inputs) or self._prepare(inputs)):
+        step = None
+        if not (self._is_refused or torch.is_grad_enabled()):
+            step = self._step if self._continues(inputs) else self._prepared(inputs)
+        if step is None:
             return self.model(**inputs)
-        step = self._step
         step.ids.copy_(inputs["input_ids"])
         if not step.warm:
-            return self._first(inputs)
-        if step.graph is None and not self._capture():
+            return self._first(step, inputs)
+        graph = step.graph or self._capture(step)
+        if graph is None:
             return self.model(**inputs)
-        step.replay(self.cache)
+        step.replay(graph, self.cache)
         if self._outputs is None:
-            self._outputs = self._with_growing_cache(step.graph.outputs)
+            self._outputs = self._with_growing_cache(graph.outputs)
         return self._outputs
 
     def drop_unread(self, model_kwargs: dict) -> None:
@@ -397,7 +415,7 @@ class CapturedSteps:
             if not self.cache.padded:
                 model_kwargs.pop("attention_mask", None)
 
-    def _continues(self, inputs) -> bool:
+    def _continues(self, inputs: dict[str, Any]) -> bool:
         """Whether the last call's step takes this one as it is."""
         step = self._step
         if step is None or inputs["input_ids"].shape != step.ids.shape or inputs[self.name] is not self.cache:
@@ -409,26 +427,28 @@ class CapturedSteps:
         )
         return same and step.continues(self.cache)
 
-    def _prepare(self, inputs) -> bool:
-        """Find a step and put it where the cache stands; False where this call runs as it is."""
+    def _prepared(self, inputs: dict[str, Any]) -> DecodingStep | None:
+        """A step that stands where the cache stands; None where this call runs as it is."""
         self.close()
         cache, ids = self.cache, inputs.get("input_ids")
         if ids is None or ids.shape != (cache.batch_size, 1) or inputs.get(self.name) is not cache:
-            return False
+            return None
         rest = {name: x for name, x in inputs.items() if name not in _TENSORS and name != self.name}
         if (reason := self._reason(rest)) is not None:
-            return self._refuse(reason)
+            self._refuse(reason)
+            return None
         if self._kept.has_refused(cache.padded, rest):
             self._is_refused = True
-            return False
-        self._step = self._kept.acquire(self.model, cache, cache.padded, rest, self.name)
+            return None
+        self._step = step = self._kept.acquire(self.model, cache, cache.padded, rest, self.name)
         try:
-            self._step.take(cache)
+            step.take(cache)
         except torch.OutOfMemoryError as error:
-            return self._failed(error)
-        return True
+            self._failed(error)
+            return None
+        return step
 
-    def _reason(self, rest) -> str | None:
+    def _reason(self, rest: dict[str, Any]) -> str | None:
         """Why no step on this cache with these arguments can be captured."""
         tensors = [name for name, x in rest.items() if isinstance(x, torch.Tensor)]
         if tensors:
@@ -437,38 +457,37 @@ class CapturedSteps:
             return "the cache records its tokens, so that crop can take them back"
         return None
 
-    def _first(self, inputs):
+    def _first(self, step: DecodingStep, inputs: dict[str, Any]) -> Any:
         try:
-            outputs, reason = self._step.run(self.model, self.cache)
+            outputs, reason = step.run(self.model, self.cache)
         except Exception as error:  # the cache is as it was: what is not the buffers' fault is raised again
             self._failed(error)
             return self.model(**inputs)
         if reason is not None:
-            self._refuse(reason, self._step)
+            self._refuse(reason, step)
         return self._with_growing_cache(outputs)
 
-    def _capture(self) -> bool:
+    def _capture(self, step: DecodingStep) -> Graph | None:
         try:
-            self._step.graph = Graph(self.model, self._step.inputs)
+            step.graph = Graph(self.model, step.inputs)
         except Exception as error:  # whatever an adapter in the model does that a capture forbids
-            return self._failed(error)
-        return True
+            self._failed(error)
+        return step.graph
 
-    def _failed(self, error: Exception) -> bool:
+    def _failed(self, error: Exception) -> None:
         if not isinstance(error, torch.OutOfMemoryError):
-            return self._refuse(described_error(error), self._step)
+            self._refuse(described_error(error), self._step)
+            return
         self._refuse("there is no memory for its buffers")
         self._kept.release_idle()
-        return False
 
-    def _refuse(self, reason: str, step: DecodingStep | None = None) -> bool:
-        """Run as it is from here on, with a step that is refused in later generations too; False, for the caller."""
+    def _refuse(self, reason: str, step: DecodingStep | None = None) -> None:
+        """Run as it is from here on; a step that is named is refused in later generations too."""
         self._kept.refuse(reason, step)
         self._is_refused = True
         self.close()
-        return False
 
-    def _with_growing_cache(self, outputs):
+    def _with_growing_cache(self, outputs: Any) -> Any:
         return type(outputs)(**{**outputs, self.name: self.cache})
 
 
@@ -476,7 +495,7 @@ class CapturedSteps:
 _NOT_COMPUTATION = {*vars(torch.nn.Module()), "generation_config"} - {"training", "_parameters", "_buffers", "_modules"}
 
 
-def examined(model) -> tuple[list, str | None]:
+def examined(model: PreTrainedModel) -> tuple[list, str | None]:
     """What decides what a forward of the model computes, and why its steps must not be captured.
 
     The first compares equal as long as no parameter moved and no module, setting or adapter changed; values inside the
@@ -484,9 +503,10 @@ def examined(model) -> tuple[list, str | None]:
     """
     matmul = torch.backends.cuda.matmul
     precision = matmul.fp32_precision if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-    computation = [dispatch.use_triton, torch.are_deterministic_algorithms_enabled(), precision]
+    computation: list[Any] = [dispatch.use_triton, torch.are_deterministic_algorithms_enabled(), precision]
     computation += [_plain(vars(model.config)), _plain(vars(model.config.get_text_config(decoder=True)))]
-    devices, reason = set(), None
+    devices: set[torch.device] = set()
+    reason = None
     for name, module in model.named_modules():
         own = {key: x for key, x in vars(module).items() if key not in _NOT_COMPUTATION}
         if module._forward_hooks or module._forward_pre_hooks or {"forward", "_compiled_call_impl"} & own.keys():

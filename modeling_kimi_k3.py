@@ -463,7 +463,7 @@ class KimiK3ForCausalLM(_WithHead):
         self.model = KimiK3Model(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # Tokens: a training forward with labels then makes its loss so many at a time and returns no logits.
+        # Tokens: with labels, a training forward then makes its loss this many at a time and returns no logits.
         self.loss_chunk: int | None = None
         self.post_init()
 
@@ -485,7 +485,7 @@ class KimiK3ForCausalLM(_WithHead):
         Args:
             labels: [B, T], -100 is ignored; shifted inside. With `loss_chunk` set, in training, `logits` of the result
                 is None: [T, V] is never in memory.
-            logits_to_keep: only the last so many positions (0: all), or the positions of a 1-D tensor.
+            logits_to_keep: number of last positions (0: all), or a 1-D tensor of positions.
 
         The other arguments are those of `KimiK3Model.forward`.
         """

@@ -24,6 +24,11 @@ class KDAState(NamedTuple):
     tails: tuple[torch.Tensor, ...] | None = None
     recurrent: torch.Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All four; none before the first token."""
+        return () if self.tails is None or self.recurrent is None else (*self.tails, self.recurrent)
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "KDAState":
         """The state with `function` applied to each of its tensors."""
         if self.tails is None or self.recurrent is None:
@@ -169,7 +174,7 @@ class Recording:
 
     @torch.no_grad()
     def state_after(self, columns: int, like: KDAState, batch: int) -> KDAState:
-        """The state so many recorded columns after the start of the span; one before the first token is zero.
+        """The state `columns` recorded columns after the start of the span; before the first token it is zero.
 
         Args:
             like: of the shapes and the type that zeros need.

@@ -32,11 +32,11 @@ class Haystack:
     start: Callable[[random.Random], Iterator[str]]
 
     def units(self, rng: random.Random) -> Callable[[int], list[str]]:
-        """Number -> the first so many units of one text."""
+        """Number -> the first units of one text, that number of them."""
         return growing(self.start(rng))
 
     def characters(self, rng: random.Random) -> Callable[[int], str]:
-        """Number of characters -> at least so many of one text, in whole units."""
+        """Number of characters -> whole units of one text with at least that number."""
         units = self.units(rng)
 
         def characters(count):
@@ -49,7 +49,7 @@ class Haystack:
 
 
 def growing(items: Iterator) -> Callable[[int], list]:
-    """Number -> the first so many items: asked for more, it continues, and the earlier ones stay as they were."""
+    """Number -> the first items, that number: asked for more, it continues, and the earlier ones stay as they were."""
     known = []
 
     def first(count):

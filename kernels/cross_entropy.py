@@ -1,5 +1,7 @@
 """Cross entropy of a language-model head that never holds the logits of all tokens."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -74,7 +76,7 @@ def causal_lm_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     shift_labels: torch.Tensor | None = None,
     ignore_index: int = IGNORED,
-    **kwargs,
+    **kwargs: Any,
 ) -> torch.Tensor:
     """The loss of transformers' `ForCausalLMLoss` from hidden states, `chunk` tokens at a time.
 

@@ -5,6 +5,8 @@ import functools
 import importlib.util
 import logging
 import os
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.utils._triton import has_triton
@@ -68,7 +70,7 @@ def token_rows(x: torch.Tensor) -> torch.Tensor:
     return x if apart else x.contiguous()
 
 
-def run_kernels(function, *arguments):
+def run_kernels(function: Callable[..., Any], *arguments: Any) -> Any:
     """What the Triton `function` returns; None when a kernel does not compile here, and from then on.
 
     Compilation comes before any launch of a kernel, so the arguments are as they were. Triton launches on the current
@@ -108,7 +110,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return found if isinstance(found, tuple) else None
 
 
-def if_importable(load, what: str):
+def if_importable(load: Callable[[], Any], what: str) -> Any:
     """The module that `load` imports; None, which is logged, where this Triton does not know what it says."""
     try:
         return load()
@@ -117,7 +119,11 @@ def if_importable(load, what: str):
         return None
 
 
-def recomputed(function, tensors, grads) -> list[torch.Tensor | None]:
+def recomputed(
+    function: Callable[..., tuple[torch.Tensor, ...]],
+    tensors: Iterable[torch.Tensor | None],
+    grads: Iterable[torch.Tensor | None],
+) -> list[torch.Tensor | None]:
     """Gradients of the tensors (None for one that is None) where no kernel makes them: `function` runs again in torch.
 
     Args:
@@ -128,24 +134,30 @@ def recomputed(function, tensors, grads) -> list[torch.Tensor | None]:
     return gradients(results, leaves, grads)
 
 
-def recompute(function, tensors):
+def recompute(
+    function: Callable[..., tuple[torch.Tensor, ...]], tensors: Iterable[torch.Tensor | None]
+) -> tuple[list[torch.Tensor | None], tuple[torch.Tensor, ...]]:
     """The tensors as leaves of a graph of their own, and `function` of them."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
     with torch.enable_grad():
         return leaves, function(*leaves)
 
 
-def gradients(results, leaves, grads) -> list[torch.Tensor | None]:
+def gradients(
+    results: Iterable[torch.Tensor],
+    leaves: list[torch.Tensor | None],
+    grads: Iterable[torch.Tensor | None],
+) -> list[torch.Tensor | None]:
     """Of what `recompute` returned, under the gradients of the results; None for a result that nobody used."""
-    pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
-    used, used_grads = zip(*pairs, strict=True)
-    some_unused = len(used) < len(results)  # then, and only then, an input may have no gradient
-    tensors = [x for x in leaves if x is not None]
-    found = iter(torch.autograd.grad(used, tensors, used_grads, allow_unused=some_unused))
-    return [None if x is None else next(found) for x in leaves]
+    pairs = list(zip(results, grads, strict=True))
+    used, used_grads = zip(*((result, grad) for result, grad in pairs if grad is not None), strict=True)
+    tensors, some_unused = [x for x in leaves if x is not None], len(used) < len(pairs)
+    # An input may go without a gradient only where a result does.
+    own = iter(torch.autograd.grad(used, tensors, used_grads, allow_unused=some_unused))
+    return [None if x is None else next(own) for x in leaves]
 
 
-def _device_of(arguments) -> torch.device | None:
+def _device_of(arguments: Iterable[Any]) -> torch.device | None:
     for x in arguments:
         if isinstance(x, torch.Tensor):
             return x.device
@@ -154,7 +166,7 @@ def _device_of(arguments) -> torch.device | None:
     return None
 
 
-def _current(device: torch.device | None):
+def _current(device: torch.device | None) -> contextlib.AbstractContextManager:
     if device is None or device.index is None:
         return contextlib.nullcontext()
     module = torch.get_device_module(device)

@@ -1,7 +1,7 @@
 """MXFP4 experts with few rows each on Hopper: weights stream through shared memory, in Gluon.
 
-As `experts_triton`, whose plan and tiles these are (docs/kernels.md). Every weight is read once, so what counts is how
-many bytes are on their way and how many instructions a code takes. One warp asks for the weights, scales and
+As `experts_triton`, whose plan and tiles these are (docs/kernels_experts.md). Every weight is read once, so what counts
+is how many bytes are on their way and how many instructions a code takes. One warp asks for the weights, scales and
 activations of several steps, and of the next tile, by bulk copies; the others take codes apart and multiply.
 
 A program takes two halves of `HALF` rows of weights, gate and up or neighbours of down, against up to 8 pairs of one

@@ -1,8 +1,8 @@
 """MXFP4 experts with many rows each on Hopper: three groups of warps multiply, a fourth loads, in Gluon.
 
-As `experts_triton`, whose plan, tiles and order of columns these are (docs/kernels.md). What Triton does not express is
-who waits for what: here a group of four warps decodes the weights of the next step while the tensor cores work on those
-of the last one, and the groups do not wait for each other.
+As `experts_triton`, whose plan, tiles and order of columns these are (docs/kernels_experts.md). What Triton does not
+express is who waits for what: here a group of four warps decodes the weights of the next step while the tensor cores
+work on those of the last one, and the groups do not wait for each other.
 
 A program takes 192 rows of weights, 64 a group, against up to 192 pairs of one expert. Weights are read by the thread
 that decodes and multiplies them; activations, in the order of the experts, arrive by bulk copies in a ring of stages.

@@ -439,7 +439,7 @@ def plan(expert_ids, experts: int, block_m: int):
         order [>= P] pairs grouped by expert; tiles [3, n] expert (-1: no tile), first and end of its places in `order`.
     """
     pairs, device = len(expert_ids), expert_ids.device
-    # There are at most so many, whatever the routing.
+    # The most that there can be, whatever the routing.
     count = pairs // block_m + min(experts, pairs)
     if pairs <= FEW_PAIRS:
         order = torch.empty(2 * pairs, device=device, dtype=torch.int32)  # the second half is the kernel's own

@@ -24,6 +24,7 @@ small decays behind a large one. Memory is O(T (C + K + V)) a head.
 
 import contextlib
 import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ L2_EPS = 1e-6
 CHUNK = 64
 # Tokens whose chunk matrices exist at once when no gradient is recorded: bounds the extra memory of a long prefill.
 GROUP_TOKENS = 1024
-# So many tokens cost less one after another than as one chunk that is mostly padding (measured on a CPU).
+# Up to this many tokens cost less one after another than as a chunk that is mostly padding (measured on a CPU).
 FEW_TOKENS = 16
 
 
@@ -70,7 +71,7 @@ class KDAParameters(NamedTuple):
 
     def with_tensors(self, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None) -> "KDAParameters":
         """The same numbers with other tensors; None where autograd carries these."""
-        return self._replace(A_log=A_log, dt_bias=dt_bias)
+        return self._replace(A_log=A_log, dt_bias=dt_bias)  # type: ignore[arg-type]  # None only inside autograd
 
 
 class KDAInputs(NamedTuple):
@@ -101,7 +102,7 @@ def working_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def full_precision(device: torch.device):
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
     """Autocast off: the parts that the architecture defines in float32 stay so under mixed precision."""
     if device.type == "meta":
         return contextlib.nullcontext()
@@ -183,7 +184,12 @@ def takes_kernels(inputs: KDAInputs, parameters: KDAParameters, *states: torch.T
     return dispatch.triton_refusal(*inputs, *tensors, sizes=inputs.sizes) is None
 
 
-def composed_kda(inputs: KDAInputs, parameters: KDAParameters, initial_state, cu_seqlens):
+def composed_kda(
+    inputs: KDAInputs,
+    parameters: KDAParameters,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`fused_kda` of the functions of this file."""
     q, k, v, g, beta = inputs
     state_dtype = working_dtype(q) if initial_state is None else initial_state.dtype
@@ -226,7 +232,9 @@ def fused_kda_states(
     inputs, cuts = KDAInputs(q, k, v, g, beta), [0, *boundaries, q.shape[1]]
     needs_grad = dispatch.needs_grad(*inputs, *parameters.tensors, initial_state)
     kernels = not needs_grad and takes_kernels(inputs, parameters, initial_state)
-    outputs, states, state, at = [], [], initial_state, 0
+    outputs: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
+    state, at = initial_state, 0
     while at + 1 < len(cuts):
         pieces, every = _even_pieces(cuts[at:]) if kernels else 1, cuts[at + 1] - cuts[at]
         results = None
@@ -243,7 +251,7 @@ def fused_kda_states(
         outputs.append(out)
         states.append(state)
         at += pieces
-    return torch.cat(outputs, dim=1), state, states[:-1]
+    return torch.cat(outputs, dim=1), states[-1], states[:-1]
 
 
 def _even_pieces(cuts: list[int]) -> int:
@@ -294,7 +302,15 @@ class _FusedKDA(torch.autograd.Function):
         return None, None, *gradients(KDAInputs(*inputs), parameters, initial_state, cu_seqlens, *grads)
 
 
-def gradients(inputs, parameters, initial_state, cu_seqlens, d_out, d_final, final_of=None):
+def gradients(
+    inputs: KDAInputs,
+    parameters: KDAParameters,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    d_out: torch.Tensor | None,
+    d_final: torch.Tensor | None,
+    final_of: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+) -> Sequence[torch.Tensor | None]:
     """Gradients of the inputs, A_log, dt_bias and the initial state (None without), by kernels or else in torch.
 
     Args:
@@ -319,8 +335,9 @@ def gradients(inputs, parameters, initial_state, cu_seqlens, d_out, d_final, fin
 
     leaves, results = dispatch.recompute(composed, (*inputs, *parameters.tensors, initial_state))
     if final_of is not None:
-        seeds = d_out, torch.zeros_like(results[1]) if d_final is None else d_final
-        d_final = final_of(torch.autograd.grad(results, leaves[-1], seeds, retain_graph=True)[0])
+        seeds, entry = (d_out, torch.zeros_like(results[1]) if d_final is None else d_final), leaves[-1]
+        assert entry is not None  # a part behind others starts from a state
+        d_final = final_of(torch.autograd.grad(results, entry, seeds, retain_graph=True)[0])
     return dispatch.gradients(results, leaves, (d_out, d_final))
 
 
@@ -445,7 +462,7 @@ def _check_state(initial_state, shape):
         raise ValueError(f"initial_state has shape {tuple(initial_state.shape)}, expected {shape}")
 
 
-def _chunk_table(lengths: list[int], device) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+def _chunk_table(lengths: list[int], device: torch.device) -> tuple[torch.Tensor, list[int], torch.Tensor]:
     """Cut every sequence into chunks and order the chunks by their step, so that each step is one batch.
 
     Returns:
@@ -468,7 +485,7 @@ def _chunk_table(lengths: list[int], device) -> tuple[torch.Tensor, list[int], t
     return table, offsets, torch.tensor(order, device=device)
 
 
-def _groups(steps: list[int], *tensors) -> list[tuple[int, int]]:
+def _groups(steps: list[int], *tensors: torch.Tensor) -> list[tuple[int, int]]:
     """Ranges of steps that are prepared together: everything under autograd, else about GROUP_TOKENS tokens."""
     total = len(steps) - 1
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

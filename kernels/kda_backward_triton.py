@@ -1,4 +1,4 @@
-"""Kimi Delta Attention over many tokens: Triton backward, by recomputation (docs/kernels.md has the equations).
+"""Kimi Delta Attention over many tokens: Triton backward, by recomputation (docs/kernels_kda.md has the equations).
 
 The forward pass keeps its inputs only. The backward pass prepares the chunks again, scans forward for the state before
 every chunk, scans backward for the gradient of the state after every chunk, and then handles all chunks independently.

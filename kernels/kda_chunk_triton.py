@@ -1,4 +1,4 @@
-"""Kimi Delta Attention over many tokens: Triton forward (docs/kernels.md draws the data flow).
+"""Kimi Delta Attention over many tokens: Triton forward (docs/kernels_kda.md draws the data flow).
 
 Two kernels. `prepare_kernel` handles chunks of 32 tokens independently: gate, norms, the decayed keys and queries, the
 two triangular matrices, the inverse, and the WY vectors. `scan_kernel` carries the state through the chunks in

@@ -11,6 +11,7 @@ from it. Phi needs no gradient of its own. Who sends what to whom is up to the `
 """
 
 import itertools
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ def part_kda(
     beta: torch.Tensor,
     parameters: kda.KDAParameters,
     cu_seqlens: torch.Tensor | None,
-    exchange,
+    exchange: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kda.fused_kda` whose initial states come from `exchange`; differentiable, once, in every tensor.
 

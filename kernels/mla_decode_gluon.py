@@ -1,4 +1,6 @@
-"""Attention of absorbed queries over many latents on Hopper: two groups of warps a program, in Gluon (docs/kernels.md).
+"""Attention of absorbed queries over many latents on Hopper: two groups of warps a program, in Gluon.
+
+docs/kernels_mla.md draws them.
 
 As `mla_decode_triton`, whose splits, partial results and merge these are, for one new token without a mask. What Triton
 does not express is who waits for what: here each group of four warps scores and weighs one of two tiles of 64 latents,

@@ -1,4 +1,4 @@
-"""Attention of a few absorbed queries over the latent cache: split-KV Triton kernels (docs/kernels.md).
+"""Attention of a few absorbed queries over the latent cache: split-KV Triton kernels (docs/kernels_mla.md).
 
 All heads of a sequence read the same latents, so a tile of queries is BM pairs of token and head, and one tile of BN
 latents serves them as keys and, in its first R columns, as values. The keys are cut into splits that run side by side;

@@ -37,24 +37,28 @@ def attend_in_blocks(
     """
     tokens, past = query.shape[2], latents.shape[1] - query.shape[2]
     block = max(tokens, MIN_BLOCK)
-    out, lse = None, None
+    merged_out: tuple[torch.Tensor, torch.Tensor] | None = None
     for first in (past, *range(0, past, block)):
         end = latents.shape[1] if first == past else min(first + block, past)
         key, value = expand(latents[:, first:end])
         size = value.shape[-1]
         part, part_lse = _attention(query, key, value, first == past, scale)
         part = part[..., :size]
-        if out is None:
-            out, lse = part.to(part_lse.dtype), part_lse
+        if merged_out is None:
+            merged_out = part.to(part_lse.dtype), part_lse
             continue
+        out, lse = merged_out
         merged = torch.logaddexp(lse, part_lse)
         out *= (lse - merged).exp_()[..., None]
         out.addcmul_(part.to(out.dtype), (part_lse - merged).exp_()[..., None])
-        lse = merged
-    return out.transpose(1, 2).to(query.dtype)
+        merged_out = out, merged
+    assert merged_out is not None  # the new tokens are a block
+    return merged_out[0].transpose(1, 2).to(query.dtype)
 
 
-def _attention(query, key, value, causal: bool, scale: float):
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, H, T, at least V], log of the softmax's sum [B, H, T] in float32) of one block.
 
     The operators behind `scaled_dot_product_attention`, which does not return the sum. They want one head size, on a

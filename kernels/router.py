@@ -25,8 +25,8 @@ def choose_experts(
         top_k: experts of a token.
         renormalize: whether the weights of a token are divided by their sum.
         scaling: of the weights.
-        groups, kept_groups: the experts are in so many groups, and those of the groups whose two best score highest
-            together can be chosen.
+        groups, kept_groups: number of groups that the experts are in, and of those that experts can be chosen from: the
+            groups whose two best experts score highest together.
 
     Returns:
         chosen [T, top_k] int64 in no fixed order, and their weights [T, top_k] in the dtype of the logits.

@@ -28,8 +28,9 @@ def short_conv(
     Returns:
         y [B, T, P] in the dtype of x, and the last W - 1 inputs of every sequence [N, W - 1, P] in the dtype of x.
     """
-    (y,), (new_tail,) = short_convs((x,), (weight,), None if tail is None else (tail,), cu_seqlens)
-    return y, new_tail
+    (y,), new_tails = short_convs((x,), (weight,), None if tail is None else (tail,), cu_seqlens)
+    assert new_tails is not None  # kept, unless the call says otherwise
+    return y, new_tails[0]
 
 
 def short_convs(
@@ -59,7 +60,7 @@ def tails_after(
     weights: tuple[torch.Tensor, ...],
     tokens: int,
 ) -> tuple[torch.Tensor, ...]:
-    """The tails that `short_convs` would return of the first so many tokens of a batch without `cu_seqlens`."""
+    """The tails that `short_convs` would return of the first `tokens` tokens of a batch without `cu_seqlens`."""
     return _advance_tails(tuple(x[:, :tokens] for x in inputs), _in_type(tails, inputs), weights, None)
 
 

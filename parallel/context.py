@@ -412,7 +412,7 @@ class ContextPlan:
         return self._masks[key]
 
     def _neighbour(self, x, step):
-        """x of the process so many behind this one, zeros where there is none."""
+        """x of the process that is `step` behind this one, zeros where there is none."""
         received, other = _all_gather(x, self.group), self.rank + step
         return received[other].clone() if 0 <= other < self.world else torch.zeros_like(x)
 

@@ -357,7 +357,7 @@ class PrefixCache:
 
     def _assemble(self, done: Prefilled, parts: list[Tensors], room: int) -> None:
         """Fill the cache with the latents of every segment and the state behind the last of them. Latents are copied,
-        into buffers that have room for so many tokens; states are shared (nobody writes to them)."""
+        into buffers that have room for `room` tokens; states are shared (nobody writes to them)."""
         if not parts:
             return
         (*latents, state), device = parts, self.model.device

@@ -59,7 +59,7 @@ NOISE = open_haystack(["noise"], LETTERS)
 
 
 class Oracle:
-    """A reader that knows the answers, two texts at once; it can be told to die after so many calls."""
+    """A reader that knows the answers, two texts at once; it can be told to die after some calls."""
 
     def __init__(self, name="oracle", dies_after=None):
         self.name, self.calls, self.dies_after = name, 0, dies_after

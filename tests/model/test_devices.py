@@ -198,5 +198,5 @@ def test_offloaded_generation_gives_the_same_text(model, how):
     ids = tokens(1, 12).repeat(1, 2)
     settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
     output = model.generate(ids, cache_implementation="offloaded", return_dict_in_generate=True, **settings, **how)
-    assert all(layer.offload for layer in output.past_key_values.layers)
+    assert all(layer.offloaded for layer in output.past_key_values.layers)
     assert torch.equal(output.sequences, model.generate(ids, **settings, **how))

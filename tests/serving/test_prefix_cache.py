@@ -498,7 +498,7 @@ def hit_of_another(disk, ids):
 
 
 def at_step(step, action):
-    """Stopping criteria that do something once, when so many tokens are there."""
+    """Stopping criteria that do something once, at a number of tokens."""
 
     def criterion(ids, scores, **kwargs):
         if ids.shape[1] == step:
