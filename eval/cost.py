@@ -15,7 +15,6 @@ import torch
 from tqdm import tqdm
 
 from .. import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
-from ..cache_layers_kimi_k3 import LatentCacheLayer
 from ..graph_kimi_k3 import CapturedForward, can_capture
 from .memory import PeakMemory
 from .report import BLUE, ORANGE, length_axis, panels_of
@@ -115,13 +114,8 @@ def _forward(model, ids, cache):
 def _static(model, cache, places):
     """A static cache with room for `places` tokens, at the boundary of a filled one."""
     static = HybridCache(model.config, max_length=places)
-    rows = cache.batch_size
-    _forward(model, torch.zeros(rows, 1, dtype=torch.long, device=model.device), static)  # makes the buffers
     for layer, filled in zip(static.layers, cache.layers, strict=True):
-        for buffer, tensor in zip(layer.buffers, filled.tensors(), strict=True):
-            part = buffer[:, : tensor.shape[1]] if isinstance(filled, LatentCacheLayer) else buffer
-            part.copy_(tensor)
-        layer.seq_length.fill_(filled.get_seq_length())
+        layer.take(filled)
     return static
 
 
