@@ -92,7 +92,7 @@ def run_kernels(function: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-def run_first(modules, *arguments):
+def run_first(modules: Iterable[Any], *arguments: Any) -> Any:
     """What `run` of the first of the modules returns whose kernels compile here; None where none of them do."""
     for module in modules:
         out = run_kernels(module.run, *arguments)
