@@ -2,14 +2,27 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from which_tests import QUICK
+
 # Read when a kernel is defined: without a GPU, the Triton kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark what `make quick` runs."""
+    folder = Path(__file__).parent
+    for item in items:
+        left_out = QUICK.get(str(item.path.relative_to(folder)))
+        if left_out is not None and not (left_out and re.search(left_out, item.name)):
+            item.add_marker("quick")
 
 
 @pytest.fixture(autouse=True)

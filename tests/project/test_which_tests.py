@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import kimi_k3
-from which_tests import TESTS
+from which_tests import QUICK, TESTS
 
 ROOT = Path(kimi_k3.__file__).parent
 # Of the suite itself and of the text of its files.
@@ -33,3 +33,10 @@ def test_every_test_file_belongs_to_a_source_file():
     assert {name for name in named if "/test_" in name} == there - OF_NO_FILE
     assert all((ROOT / "tests" / name).exists() for name in named)
     assert all(len(names) == len(set(names)) for names in TESTS.values())
+
+
+def test_what_the_quick_tests_leave_out_is_there():
+    """A test of another name would run in `make quick` from then on."""
+    for name, left_out in QUICK.items():
+        text = (ROOT / "tests" / name).read_text(encoding="utf-8")
+        assert [part for part in left_out.split("|") if part.isidentifier() and part not in text] == [], name
