@@ -51,9 +51,12 @@ def attn_res_mix_norm(
         out_norm: makes the norm of a mix that no kernel normed; None: `norms.rms_norm`.
     """
     mixed, normed = _mix(sources, norm_weight, proj_weight, eps, out_weight, out_eps)
-    if normed is None:
-        normed = norms.rms_norm(mixed, out_weight, out_eps) if out_norm is None else out_norm(mixed)
-    return mixed, normed
+    if normed is not None:
+        return mixed, normed
+    if out_norm is not None:
+        return mixed, out_norm(mixed)
+    assert out_weight is not None  # one of the two is given
+    return mixed, norms.rms_norm(mixed, out_weight, out_eps)
 
 
 def _mix(sources, norm_weight, proj_weight, eps, out_weight, out_eps):
