@@ -64,11 +64,10 @@ class _StateLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Go on with a batch that consists of these rows."""
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"{type(self).__name__} holds no keys and values; the model fills it")
-
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{type(self).__name__} holds no keys and values; the model fills it")
+
+    lazy_initialization = update
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seq_length + query_length, 0
@@ -82,10 +81,13 @@ class _StateLayer(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """Bytes of `tensors()`."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
 
     def restored(self, kept: Any) -> "_StateLayer":
         """The layer that stands at the boundary of `kept`, the layer of a snapshot."""
@@ -287,10 +289,6 @@ class KDACacheLayer(_StateLayer):
         self._map(lambda x: x.index_select(0, indices.to(x.device)))
         self.recording.of_rows(indices)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
-        self.batch_select_indices(rows)
-
 
 class LatentCacheLayer(_StateLayer):
     """Latents of one MLA layer: the normed 512-wide latent and the shared 64-wide key part of every token."""
@@ -416,10 +414,6 @@ class LatentCacheLayer(_StateLayer):
         if self.buffer is not None:
             self._own(self.buffer.index_select(0, indices.to(self.buffer.device)))
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.buffer is not None:
-            self._own(self.buffer.repeat_interleave(repeats, dim=0))
-
 
 class _StaticLayer(_StateLayer):
     """State in buffers of one size and address, which every forward writes in place (`torch.compile`, CUDA graphs).
@@ -523,9 +517,6 @@ class _StaticLayer(_StateLayer):
             return
         for buffer, rows in zip(self.buffers, chosen, strict=True):
             buffer.copy_(rows)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
 
 
 class StaticKDACacheLayer(_StaticLayer):
