@@ -70,12 +70,12 @@ def lora_targets(
     for full_name, module in model.named_modules():
         parent, _, name = full_name.rpartition(".")
         linear = getattr(module, "base_layer", module)  # below an existing adapter
-        for part, (wanted, belongs) in chosen.items():
+        for part, (adapted, belongs) in chosen.items():
             fits = isinstance(linear, nn.Linear) or part in ("experts", "router")
-            if wanted is not False and fits and belongs(parent, name):
+            if adapted is not False and fits and belongs(parent, name):
                 matched[part].append(full_name)
-    for part, (wanted, _) in chosen.items():
-        if wanted and not matched[part]:
+    for part, (adapted, _) in chosen.items():
+        if adapted and not matched[part]:
             raise ValueError(f"{type(model).__name__} has nothing to adapt for {part}=True")
     routers = matched.pop("router")
     modules = [name for names in matched.values() for name in names]
@@ -128,7 +128,8 @@ class LoraExperts(nn.Module, LoraLayer):
         base = next(self.get_base_layer().parameters())
         dtype = base.dtype if base.is_floating_point() else torch.float32
         for weight in WEIGHTS:
-            experts, rows, columns = self._shape(weight)
+            experts, rows, columns = self._stored(weight)[0].shape
+            columns *= 2 if self.packed else 1
             a = torch.empty(experts, r, columns, dtype=dtype, device=base.device)
             b = torch.zeros(experts, rows, r, dtype=dtype, device=base.device)
             if config.init_lora_weights == "gaussian":
@@ -141,13 +142,14 @@ class LoraExperts(nn.Module, LoraLayer):
             getattr(self, f"lora_{weight}_B")[adapter_name] = nn.Parameter(b)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def _shape(self, weight):
-        """[E, out, in] of the weights that `weight` names."""
-        base = self.get_base_layer()
-        if self.packed:
-            experts, rows, packed_columns = getattr(base, f"{weight}_proj_packed").shape
-            return experts, rows, 2 * packed_columns
-        return getattr(base, f"{weight}_proj").shape
+    def _stored(self, weight) -> list[torch.Tensor]:
+        """What the base layer stores of the weights [E, out, in]: themselves, or their codes and scales."""
+        kinds = ("_packed", "_scale") if self.packed else ("",)
+        return [getattr(self.get_base_layer(), f"{weight}_proj{kind}") for kind in kinds]
+
+    def _factors(self, weight, name):
+        """A [E, r, in] and B [E, out, r] of an adapter."""
+        return getattr(self, f"lora_{weight}_A")[name], getattr(self, f"lora_{weight}_B")[name]
 
     def _acting(self):
         return [name for name in self.active_adapters if name in self.lora_gate_up_A]
@@ -187,27 +189,16 @@ class LoraExperts(nn.Module, LoraLayer):
 
     def _product(self, weight):
         """(expert, rows [n, in]) -> [n, out]: the base weight and the factors of every active adapter."""
-        base = self.get_base_layer()
-        if self.packed:
-            packed, scale = getattr(base, f"{weight}_proj_packed"), getattr(base, f"{weight}_proj_scale")
-        else:
-            dense = getattr(base, f"{weight}_proj").unbind(0)
         # unbind once: indexing the parameter for every expert would make a full-size gradient for each of them
+        stored = [tensor.unbind(0) for tensor in self._stored(weight)]
         factors = [
-            (
-                getattr(self, f"lora_{weight}_A")[name].unbind(0),
-                getattr(self, f"lora_{weight}_B")[name].unbind(0),
-                self.lora_dropout[name],
-                self.scaling[name],
-            )
+            (*(factor.unbind(0) for factor in self._factors(weight, name)), self.lora_dropout[name], self.scaling[name])
             for name in self._acting()
         ]
+        linear = packed_linear if self.packed else F.linear
 
         def product(expert, rows):
-            if self.packed:
-                result = packed_linear(rows, packed[expert], scale[expert])
-            else:
-                result = F.linear(rows, dense[expert])
+            result = linear(rows, *(tensor[expert] for tensor in stored))
             total = result
             for a, b, dropout, scaling in factors:
                 wide = dropout(self._cast_input_dtype(rows, a[expert].dtype))
@@ -236,11 +227,10 @@ class LoraExperts(nn.Module, LoraLayer):
         if undoable and self._unmerged is None:
             self._unmerged = {key: value.clone() for key, value in base.state_dict().items()}
         for weight, expert, update in self._updates(names):
+            parts = [tensor[expert] for tensor in self._stored(weight)]
             if self.packed:
-                parts = [getattr(base, f"{weight}_proj_{kind}")[expert] for kind in ("packed", "scale")]
                 merged = quantize_mxfp4(dequantize_mxfp4(*parts, torch.float32) + update)
             else:
-                parts = [getattr(base, f"{weight}_proj")[expert]]
                 merged = [parts[0].to(torch.promote_types(parts[0].dtype, torch.float32)) + update]
             for part, value in zip(parts, merged, strict=True):
                 part.copy_(value)
@@ -249,10 +239,7 @@ class LoraExperts(nn.Module, LoraLayer):
     def _updates(self, names):
         """Yields (weight, expert, the sum of its adapters' updates [out, in] in float32)."""
         for weight in WEIGHTS:
-            factors = [
-                (getattr(self, f"lora_{weight}_A")[name], getattr(self, f"lora_{weight}_B")[name], self.scaling[name])
-                for name in names
-            ]
+            factors = [(*self._factors(weight, name), self.scaling[name]) for name in names]
             for expert in range(self.get_base_layer().num_experts):
                 yield weight, expert, sum(b[expert].float() @ a[expert].float() * scaling for a, b, scaling in factors)
 

@@ -45,7 +45,7 @@ def muon_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict]:
         ValueError: for a parameter that no rule covers.
     """
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    muon, decayed, kept, seen = {}, [], [], set()
+    groups, seen = {}, set()
     for prefix, module in model.named_modules():
         parent, _, own_name = prefix.rpartition(".")
         for name, parameter in module.named_parameters(recurse=False):
@@ -60,24 +60,21 @@ def muon_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict]:
                 owner, key = model.get_submodule(parent.rpartition(".")[0]), own_name
             blocks_of = _blocks(owner)
             if parameter.ndim <= 1 or not kinds.isdisjoint(_NO_MAP):
-                (decayed if "Embedding" in kinds else kept).append(parameter)
+                group = "adamw", None, weight_decay if "Embedding" in kinds else 0.0
             elif output is not None and parameter is output.weight:
-                decayed.append(parameter)
+                group = "adamw", None, weight_decay
             elif key in blocks_of or isinstance(module, nn.Linear):
-                muon.setdefault(blocks_of.get(key), []).append(parameter)
+                group = "muon", blocks_of.get(key), weight_decay
             else:
                 raise ValueError(
                     f"no rule says how to optimize {prefix}.{name} {list(parameter.shape)} of "
                     f"{type(module).__name__}: freeze it, or put it into a group of its own"
                 )
-    groups = [
-        {"params": params, "algorithm": "muon", "blocks": blocks, "weight_decay": weight_decay}
-        for blocks, params in muon.items()
+            groups.setdefault(group, []).append(parameter)
+    return [
+        {"params": params, "algorithm": algorithm, "blocks": blocks, "weight_decay": decay}
+        for (algorithm, blocks, decay), params in sorted(groups.items(), key=lambda item: item[0][0], reverse=True)
     ]
-    for params, decay in ((decayed, weight_decay), (kept, 0.0)):
-        if params:
-            groups.append({"params": params, "algorithm": "adamw", "blocks": None, "weight_decay": decay})
-    return groups
 
 
 def _blocks(module: nn.Module) -> dict[str, tuple[int, ...] | None]:

@@ -67,40 +67,41 @@ class PackedRows:
             stream = load_dataset(builder, data_files=names, split="train", streaming=True, **options)
         self.stream = stream.shuffle(seed=seed, buffer_size=SHUFFLED)
         self.tokenizer, self.context, self.vocab_size, self.split_long = tokenizer, context, vocab_size, split_long
-        self.epoch, self.taken, self.pending = 0, 0, []
-        self._documents = None
+        self.load_state_dict({"epoch": 0, "taken": 0, "pending": []})
 
     def state_dict(self) -> dict:
-        return {"epoch": self.epoch, "taken": self.taken, "pending": [list(piece) for piece in self.pending]}
+        return {"epoch": self.epoch, "taken": self.taken, "pending": list(self.pending)}
 
     def load_state_dict(self, state: dict) -> None:
-        self.epoch, self.taken, self.pending = state["epoch"], state["taken"], [list(p) for p in state["pending"]]
-        self._documents = None
+        self.epoch, self.taken, self.pending = state["epoch"], state["taken"], list(state["pending"])
+        self._texts = self._read_texts()
 
-    def _next_text(self):
-        """The next document's text; the end of an epoch starts the next one."""
-        for _ in range(2):
-            if self._documents is None:
-                self.stream.set_epoch(self.epoch)
-                self._documents = iter(self.stream)
-                for _ in range(self.taken):  # for a run that continues; `skip` would not follow the shuffled order
-                    if next(self._documents, None) is None:
-                        raise DataError(f"the data files have changed: the run has read {self.taken} documents of them")
-            with _readable():
-                document = next(self._documents, None)
-            if document is not None:
+    def _read_texts(self):
+        """The texts of the documents behind those that are taken, epoch after epoch."""
+        while True:
+            self.stream.set_epoch(self.epoch)
+            documents = iter(self.stream)
+            for _ in range(self.taken):  # for a run that continues; `skip` would not follow the shuffled order
+                if next(documents, None) is None:
+                    raise DataError(f"the data files have changed: the run has read {self.taken} documents of them")
+            while True:
+                with _readable():
+                    document = next(documents, None)
+                if document is None:
+                    break
                 self.taken += 1
                 if not isinstance(document.get("text"), str):
                     raise DataError(f"document {self.taken} has no `text`, only {', '.join(sorted(document))}")
-                return document["text"]
-            self.epoch, self.taken, self._documents = self.epoch + 1, 0, None
-        raise DataError("the data files hold no documents")
+                yield document["text"]
+            if self.taken == 0:
+                raise DataError("the data files hold no documents")
+            self.epoch, self.taken = self.epoch + 1, 0
 
     def _next_pieces(self):
         """Token ids of the next document that has a token to predict, in pieces that fit into a row."""
         started = self.epoch
         while True:
-            ids = self.tokenizer(self._next_text(), verbose=False).input_ids
+            ids = self.tokenizer(next(self._texts), verbose=False).input_ids
             if not ids or ids[-1] != self.tokenizer.eos_token_id:
                 ids = [*ids, self.tokenizer.eos_token_id]
             if max(ids) >= self.vocab_size:

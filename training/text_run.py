@@ -84,8 +84,9 @@ class TextTraining:
         folder.mkdir(parents=True, exist_ok=True)
         if self.state_file.exists():
             self._load()
-        elif self.log_file.exists():
-            self.log_file.unlink()  # left by a run that was killed before its first state
+        # Steps after the saved state will write their lines again; the kill may have cut off the last line.
+        lines = self.log_file.read_text().splitlines()[: self.step] if self.log_file.exists() else []
+        self.log_file.write_text("".join(f"{line}\n" for line in lines))
 
     def train(self) -> None:
         """Do the remaining steps, then save the model.
@@ -167,9 +168,6 @@ class TextTraining:
         self.optimizer.load_state_dict(state["optimizer"])
         self.data.load_state_dict(state["data"])
         self.step, self.tokens = state["step"], state["tokens"]
-        # Steps after the saved state will write their lines again; the kill may have cut off the last line.
-        lines = self.log_file.read_text().splitlines()[: self.step] if self.log_file.exists() else []
-        self.log_file.write_text("".join(f"{line}\n" for line in lines))
 
 
 def draw_curve(log: Path, picture: Path) -> None:
