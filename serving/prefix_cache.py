@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -306,25 +306,22 @@ class PrefixCache:
         found no room."""
         if done.segment is None:
             return
-        with self._lock:
+        with self._lock, ExitStack() as at_end:
             self._drop_unwritten()
             parent, done.segment = done.segment, None
-            try:
-                if self.index.has(parent):  # otherwise it was removed, with a file that could not be read or written
-                    segment = self.index.make(parent, tokens, steps, forward)
-                    self.index.add(segment)
-                    segment.pin()
-                    try:
-                        for kind, take in ((LATENTS, self._latents), (STATE, self._state)):
-                            if not self._is_kept(segment, kind):
-                                self._insert(segment, kind, take(cache, segment), self._flops_without(segment, kind))
-                        if self._is_kept(segment, LATENTS):
-                            done.segment = segment
-                    finally:
-                        if done.segment is None:
-                            self._release(segment)
-            finally:
-                self._release(parent)
+            at_end.callback(self._release, parent)
+            if not self.index.has(parent):  # it was removed, with a file that could not be read or written
+                return
+            segment = self.index.make(parent, tokens, steps, forward)
+            self.index.add(segment)
+            segment.pin()
+            at_end.callback(self._release, segment)
+            for kind, take in ((LATENTS, self._latents), (STATE, self._state)):
+                if not self._is_kept(segment, kind):
+                    self._insert(segment, kind, take(cache, segment), self._flops_without(segment, kind))
+            if self._is_kept(segment, LATENTS):
+                segment.pin()
+                done.segment = segment
 
     def _release(self, segment: Segment) -> None:
         """Unpin a segment; it goes if nothing came of it, or nothing can start from it any more."""
