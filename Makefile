@@ -1,6 +1,6 @@
 # Every target does its whole set-up on a fresh machine; stamp files make a second call start at once.
 #
-#   make demo | quick | test | mutants | test-gguf | bench | lint | types | clean
+#   make demo | quick | test | test-portable | mutants | test-gguf | bench | lint | types | clean
 
 PYTHON ?= python3
 # Installed before everything else, so that no dependency picks another build. Name the one you want:
@@ -20,7 +20,7 @@ OLDEST_READY := .venv-oldest/.ready
 # Two editable installs of one tree at once would write the same metadata.
 .NOTPARALLEL:
 
-.PHONY: demo quick mutants test test-newest test-oldest test-gguf bench lint types clean
+.PHONY: demo quick mutants test test-newest test-oldest test-gguf test-portable bench lint types clean
 
 demo: $(NEWEST_READY)
 	.venv/bin/python -P demo.py
@@ -63,6 +63,10 @@ test-gguf: $(NEWEST_READY)
 		.venv/bin/python -m pip download -qq --no-deps --no-binary :all: -d build/llama llama-cpp-python \
 		&& tar xzf build/llama/llama_cpp_python-*.tar.gz -C build/llama --strip-components 1; }
 	test ! -d $(LLAMA) || export KIMI_K3_LLAMA_CPP=$(LLAMA); .venv/bin/python -P -m pytest -rs tests/conversion/test_gguf.py
+
+# Numerical tests under other instruction sets of the processor and numbers of threads, one after the other.
+test-portable: $(NEWEST_READY)
+	.venv/bin/python -P tests/portable.py
 
 bench: $(NEWEST_READY)
 	set -e; for script in benchmarks/*_cpu.py; do .venv/bin/python -P "$$script"; done

@@ -14,15 +14,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, chunk):
-        loss = hidden.new_zeros((), dtype=torch.float32)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        loss = hidden.new_zeros((), dtype=dtype)
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             h, target = hidden[rows], targets[rows, None]
             counted = target != IGNORED
             target = target.masked_fill(~counted, 0)
-            logits = (h @ weight.T).to(torch.promote_types(h.dtype, torch.float32))
+            logits = (h @ weight.T).to(dtype)
             normaliser = logits.logsumexp(-1, keepdim=True)
             loss += ((normaliser - logits.gather(-1, target)) * counted).sum()
             # d loss / d logits = softmax - one at the target
@@ -56,7 +57,7 @@ def chunked_cross_entropy(
         chunk: tokens at a time.
 
     Returns:
-        float32 scalar, the sum; divide by the number of targets for the mean.
+        float32 scalar (float64 for float64 hidden), the sum; divide by the number of targets for the mean.
 
     Raises:
         ValueError: for a chunk of less than one token, and where targets are not one for each token.

@@ -237,11 +237,15 @@ class LoraExperts(nn.Module, LoraLayer):
         self.merged_adapters.extend(names)
 
     def _updates(self, names):
-        """Yields (weight, expert, the sum of its adapters' updates [out, in] in float32)."""
+        """Yields (weight, expert, the sum of its adapters' updates [out, in] in float32, or wider)."""
         for weight in WEIGHTS:
-            factors = [(*self._factors(weight, name), self.scaling[name]) for name in names]
+            factors = []
+            for name in names:
+                a, b = self._factors(weight, name)
+                wide = torch.promote_types(a.dtype, torch.float32)
+                factors.append((a.to(wide), b.to(wide), self.scaling[name]))
             for expert in range(self.get_base_layer().num_experts):
-                yield weight, expert, sum(b[expert].float() @ a[expert].float() * scaling for a, b, scaling in factors)
+                yield weight, expert, sum(b[expert] @ a[expert] * scaling for a, b, scaling in factors)
 
     @torch.no_grad()
     def unmerge(self) -> None:

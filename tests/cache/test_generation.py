@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import kimi_k3
 from kimi_k3 import HybridCache
+from rounding import EXACT
 
 CACHE = kimi_k3.CACHE_ARGUMENT
 NEW = 12
@@ -15,7 +16,7 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def model(data_dir):
-    return AutoModelForCausalLM.from_pretrained(data_dir / "k3_tiny_mxfp4", dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(data_dir / "k3_tiny_mxfp4", dtype=torch.float32).double()
 
 
 @pytest.fixture
@@ -80,16 +81,16 @@ def test_prefill_in_chunks(model, prompt):
 
 def test_inputs_embeds(model, prompt):
     embeds = model.get_input_embeddings()(prompt)
-    torch.testing.assert_close(model(inputs_embeds=embeds).logits, model(prompt).logits)
+    torch.testing.assert_close(model(inputs_embeds=embeds).logits, model(prompt).logits, **EXACT)
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         model(prompt, inputs_embeds=embeds)
 
 
 def test_logits_to_keep(model, prompt):
     whole = model(prompt).logits
-    torch.testing.assert_close(model(prompt, logits_to_keep=2).logits, whole[:, -2:])
+    torch.testing.assert_close(model(prompt, logits_to_keep=2).logits, whole[:, -2:], **EXACT)
     positions = torch.tensor([0, 5])
-    torch.testing.assert_close(model(prompt, logits_to_keep=positions).logits, whole[:, positions])
+    torch.testing.assert_close(model(prompt, logits_to_keep=positions).logits, whole[:, positions], **EXACT)
 
 
 @torch.no_grad()
@@ -103,7 +104,7 @@ def test_batch_operations_of_the_cache(model, prompt):
         operation(cache)
         got = model(following[rows], **{CACHE: cache}).logits
         expected = model(torch.cat([prompt, following], dim=1)[rows]).logits[:, -1:]
-        torch.testing.assert_close(got, expected, atol=5e-4, rtol=0)
+        torch.testing.assert_close(got, expected, **EXACT)
         assert all(layer.batch_size == len(rows) for layer in cache.layers) and cache.batch_size == len(rows)
 
     after(lambda cache: cache.batch_select_indices(torch.tensor([1])), [1])
@@ -133,11 +134,11 @@ def test_cache_holds_latents_and_states_only(model, prompt):
     channels = linear["num_heads"] * linear["head_dim"]
     state = channels * linear["head_dim"] + 3 * 3 * channels
     latents = prompt.shape[1] * (text.kv_lora_rank + text.qk_rope_head_dim)
-    expected = 2 * 4 * (5 * state + 2 * latents)  # 2 rows of float32, 5 KDA and 2 MLA layers
+    expected = 2 * 8 * (5 * state + 2 * latents)  # 2 rows of float64, 5 KDA and 2 MLA layers
     assert cache.nbytes == expected
     held = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in layer.tensors())
-    assert held <= expected + 2 * 4 * 2 * 64 * (text.kv_lora_rank + text.qk_rope_head_dim), "no view of a whole prompt"
-    assert all(layer.state.recurrent.dtype == torch.float32 for layer in cache.layers if hasattr(layer, "state"))
+    assert held <= expected + 2 * 8 * 2 * 64 * (text.kv_lora_rank + text.qk_rope_head_dim), "no view of a whole prompt"
+    assert all(layer.state.recurrent.dtype == torch.float64 for layer in cache.layers if hasattr(layer, "state"))
 
 
 def test_states_are_float32_in_a_half_precision_model(data_dir, prompt):
@@ -169,8 +170,8 @@ def test_hidden_states_are_what_the_layers_read(model, prompt):
     output = model(prompt, output_hidden_states=True, output_router_logits=True)
     text = model.config.text_config
     assert len(output.hidden_states) == text.num_hidden_layers + 1
-    torch.testing.assert_close(output.hidden_states[0], model.get_input_embeddings()(prompt))
-    torch.testing.assert_close(model.get_output_embeddings()(output.hidden_states[-1]), output.logits)
+    torch.testing.assert_close(output.hidden_states[0], model.get_input_embeddings()(prompt), **EXACT)
+    torch.testing.assert_close(model.get_output_embeddings()(output.hidden_states[-1]), output.logits, **EXACT)
     assert len(output.router_logits) == 6 and output.router_logits[0].shape == (prompt.numel(), text.num_experts)
 
 
@@ -185,4 +186,4 @@ def test_autograd_keeps_earlier_latents(model, prompt):
         split = embeds.grad.clone()
         embeds.grad = None
         model(inputs_embeds=embeds).logits[:, -1].sum().backward()
-    torch.testing.assert_close(split, embeds.grad, atol=1e-3, rtol=1e-2)
+    torch.testing.assert_close(split, embeds.grad, **EXACT)

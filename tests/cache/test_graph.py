@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, CompileConfig
 
 import kimi_k3
 from kimi_k3 import generation_kimi_k3, graph_kimi_k3
+from rounding import EXACT
 
 ON_GPU = torch.cuda.is_available()
 
@@ -41,13 +42,13 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once(data_dir, monkey
 
     device = SimpleNamespace(CUDAGraph=object, graph=graph, Stream=lambda _: None, device=contextlib.nullcontext)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    model, ids = load(data_dir), torch.arange(5, 11)[None]
+    model, ids = load(data_dir).double(), torch.arange(5, 11)[None]
     step, cache = graph_kimi_k3.CapturedForward(model), kimi_k3.HybridCache(model.config, max_length=8)
     expected = model(ids).logits
     with caplog.at_level(logging.WARNING):
         for t in range(6):
             logits = step(input_ids=ids[:, t : t + 1], **{kimi_k3.CACHE_ARGUMENT: cache}).logits
-            torch.testing.assert_close(logits[:, 0], expected[:, t], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits[:, 0], expected[:, t], **EXACT)
     assert [record.message for record in caplog.records].count(
         "the decoding step runs without a CUDA graph: RuntimeError: a hook waits for the device"
     ) == 1

@@ -13,13 +13,12 @@ from transformers import AutoModelForCausalLM
 import tiny
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache, KimiK3ForCausalLM
-
-CLOSE = {"atol": 5e-4, "rtol": 0}
+from rounding import EXACT
 
 
 @pytest.fixture(scope="module")
 def model(data_dir):
-    return AutoModelForCausalLM.from_pretrained(data_dir / "k3_tiny_mxfp4", dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(data_dir / "k3_tiny_mxfp4", dtype=torch.float32).double()
 
 
 def tokens(rows, length, seed=0):
@@ -45,6 +44,7 @@ def test_restore_is_bitwise(model):
         assert torch.equal(model(tokens(2, 5, 1), **{CACHE: cache}).logits, first)
 
 
+@pytest.mark.portable
 @torch.no_grad()
 def test_forks_do_not_see_each_other(model):
     """Faults 46, 47: one prefix, several continuations in turn, none overwrites what another reads."""
@@ -59,11 +59,11 @@ def test_forks_do_not_see_each_other(model):
             trunk_at_four = trunk.snapshot()
     for tail, out in zip(tails, outputs, strict=True):
         expected = model(torch.cat([prompt, tail], dim=1)).logits[:, -8:]
-        torch.testing.assert_close(torch.cat(out, dim=1), expected, **CLOSE)
+        torch.testing.assert_close(torch.cat(out, dim=1), expected, **EXACT)
     trunk.restore(forks[0])
     model(tails[1], **{CACHE: trunk})  # writes where `trunk_at_four` reads
     got = model(tails[0][:, 4:5], **{CACHE: trunk_at_four}).logits
-    torch.testing.assert_close(got, outputs[0][4], **CLOSE)
+    torch.testing.assert_close(got, outputs[0][4], **EXACT)
 
 
 @torch.no_grad()
@@ -83,9 +83,9 @@ def test_a_forward_that_was_broken_off_is_noticed(model):
     with pytest.raises(ValueError, match="broken off"):
         model(ids[:, 12:], **{CACHE: cache})
     cache.restore(snapshot)
-    torch.testing.assert_close(model(ids[:, 12:], **{CACHE: cache}).logits, model(ids).logits[:, 12:], **CLOSE)
+    torch.testing.assert_close(model(ids[:, 12:], **{CACHE: cache}).logits, model(ids).logits[:, 12:], **EXACT)
     cache.reset()
-    torch.testing.assert_close(model(ids, **{CACHE: cache}).logits, model(ids).logits, **CLOSE)
+    torch.testing.assert_close(model(ids, **{CACHE: cache}).logits, model(ids).logits, **EXACT)
 
 
 def test_a_snapshot_of_another_kind_is_refused(model):
@@ -103,6 +103,7 @@ def test_a_snapshot_copies_nothing(model):
             assert tensor.data_ptr() == other.data_ptr()
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("recording", [False, True])
 @torch.no_grad()
 def test_states_inside_a_forward(model, recording):
@@ -117,7 +118,7 @@ def test_states_inside_a_forward(model, recording):
     for column in (1, 7, 64, 128, 192, torch.tensor(201), 230):
         got = model(following, **{CACHE: cache.snapshot(column)}).logits
         expected = model(torch.cat([prompt[:, :column], following], dim=1)).logits[:, -5:]
-        torch.testing.assert_close(got, expected, atol=5e-4, rtol=0)
+        torch.testing.assert_close(got, expected, **EXACT)
     with pytest.raises(ValueError, match="no state was kept at column 8"):
         cache.snapshot(8)
     with pytest.raises(ValueError, match="column 9 has been passed"):
@@ -147,7 +148,7 @@ def test_states_inside_a_forward(model, recording):
 CONTINUE = """
 import sys, torch
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForConditionalGeneration
-model = KimiK3ForConditionalGeneration.from_pretrained(sys.argv[1], dtype=torch.float32)
+model = KimiK3ForConditionalGeneration.from_pretrained(sys.argv[1], dtype=torch.float32).double()
 cache = HybridCache.load(sys.argv[2], model)
 with torch.no_grad():
     torch.save(model(torch.load(sys.argv[3]), **{CACHE_ARGUMENT: cache}).logits, sys.argv[4])
@@ -213,7 +214,7 @@ def small_model(shape):
     layers, block, dense, softplus = shape
     softplus = {"kda": tiny.KIMI_LINEAR["kda"], "q_lora_rank": None} if softplus else {}
     changes = {"attn_res_block_size": block, "initializer_range": 0.2, **softplus, **(tiny.DENSE if dense else {})}
-    return tiny.model(layers, **changes)
+    return tiny.model(layers, **changes).double()
 
 
 SHAPES = st.tuples(
@@ -248,7 +249,7 @@ def test_random_histories_equal_each_document_alone(shape, data):
             documents[row] = torch.cat([documents[row], ids[row][kept]])
             if kept.any():
                 alone = model(documents[row][None], use_cache=False).logits[0, -int(kept.sum()) :]
-                torch.testing.assert_close(logits[row][kept], alone, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(logits[row][kept], alone, **EXACT)
 
     feed(data.draw(st.integers(1, 90)))
     for action in data.draw(st.lists(st.sampled_from(["feed", "crop", "reorder", "snapshot"]), max_size=5)):

@@ -244,7 +244,8 @@ def test_converted_folders_give_the_golden_logits(form, data_dir, tmp_path):
     golden = load_file(data_dir / "k3_tiny_mxfp4" / "golden.safetensors")
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.float32, output_loading_info=True)
     assert not any(info.values())
-    torch.testing.assert_close(model(golden["input_ids"]).logits, golden["logits"], atol=1e-3, rtol=0)
+    logits = model.double()(golden["input_ids"]).logits.float()  # what is left are the golden run's roundings
+    torch.testing.assert_close(logits, golden["logits"], atol=1e-3, rtol=0)
 
 
 def test_a_flat_dense_model_becomes_a_nested_one(data_dir, tmp_path):

@@ -8,7 +8,7 @@ import os
 import pickle
 import random
 import shutil
-import time
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from kimi_k3.__main__ import main
 from kimi_k3.conversion import ConversionError, Target, convert
 from kimi_k3.conversion import run as run_module
 from kimi_k3.conversion.inventory import take_inventory
+from waiting import work_for
 
 pytestmark = pytest.mark.one_release
 
@@ -42,32 +43,30 @@ def sharded(data_dir, tmp_path):
 
 
 def test_twenty_kills_at_random_moments(data_dir, tmp_path):
-    """SIGKILL, then the same call again: shards that were whole stay untouched, the end is byte for byte the same."""
-    source, destination = data_dir / "kimi_linear_flat", tmp_path / "new"
+    """Killed, then the same call again: shards that were whole stay untouched, the end is byte for byte the same."""
+    source, destination, spent = data_dir / "kimi_linear_flat", tmp_path / "new", tmp_path / "spent"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kimi_k3.conversion"])
 
-    def start(target):
-        process = context.Process(target=convert, args=(source, target, MANY), kwargs={"workers": 2})
+    def code_of_one(target, seconds=None):
+        arguments = (seconds, spent, convert, source, target, MANY)
+        process = context.Process(target=work_for, args=arguments, kwargs={"workers": 2})
         process.start()
-        return process
+        process.join()
+        return process.exitcode
 
     for whole in (tmp_path / "whole", tmp_path / "timed"):  # the first one waits for the imports of the fork server
-        begin = time.perf_counter()
-        start(whole).join()
-        duration = time.perf_counter() - begin
+        assert code_of_one(whole) == 0
+    duration = float(spent.read_text())
     expected = content(whole)
     assert len(expected) > 15 and content(tmp_path / "whole") == expected
     moments = random.Random(0)
     kills = in_the_middle = finished = 0
     shards = {}
     while kills < 20 or not destination.exists():
-        process = start(destination)
-        process.join(moments.uniform(0.1, 0.9) * duration if kills < 20 else 60)
-        if process.is_alive():
-            process.kill()
-            kills += 1
-        process.join()
+        code = code_of_one(destination, moments.uniform(0.1, 0.9) * duration if kills < 20 else None)
+        assert code in (0, -signal.SIGPROF)
+        kills += code != 0
         work = Path(f"{destination}.partial") / "files"
         if work.exists():
             there = {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in work.glob("*.safetensors")}

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +39,7 @@ from kimi_k3.eval import (
 )
 from kimi_k3.eval.reader import rows_at_once
 from kimi_k3.eval.suite import Unit, answer_room
+from waiting import PATIENCE
 
 SMALL = Path(kimi_k3.__file__).parent / "checkpoints" / "small"
 
@@ -385,24 +385,24 @@ def test_refuses_a_folder_that_cannot_be_written_and_a_tokenizer_without_an_end(
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Answers from the text alone, or misbehaves as `mood` says."""
+    """Answers from the text alone, or misbehaves as `mood` says; who waits for it has `gone` when the test is over."""
 
     mood = "good"
+    gone = threading.Event()
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         mood = type(self).mood
         if mood == "slow":
-            time.sleep(2)
+            self.gone.wait(PATIENCE)
         if mood == "error":
             return self.send_error(503, "overloaded")
         if mood == "drip":
             self.send_response(200)
             self.end_headers()
             with contextlib.suppress(OSError):
-                for _ in range(20):
+                while not self.gone.wait(0.1):
                     self.wfile.write(b" ")
-                    time.sleep(0.1)
             return None
         found = re.search(r"secret number of \w+ is (\d+)", asked["prompt"])
         reply = {"choices": [{"text": f" {found.group(1)}." if found else "?"}]}
@@ -427,10 +427,12 @@ class Server(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     Server.mood = "good"
+    Server.gone.clear()
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     running.handle_error = lambda *_: None  # who asked a slow server has gone when it answers
     threading.Thread(target=running.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{running.server_port}/v1"
+    Server.gone.set()
     running.shutdown()
     running.server_close()
 
@@ -439,7 +441,7 @@ ONE_FACT = Plan(("fact",), (256,), depths=3, samples=2)
 
 
 def test_a_server_is_asked_and_what_it_answered_survives_its_failure(server, tmp_path):
-    reader = EndpointReader(server, "model", LETTERS, timeout=5)
+    reader = EndpointReader(server, "model", LETTERS, timeout=PATIENCE)
     lines = evaluate(reader, LETTERS, NOISE, ONE_FACT, tmp_path / "good")
     assert [line["score"] for line in lines] == [1.0] * 6
 
@@ -460,7 +462,7 @@ def test_a_server_is_asked_and_what_it_answered_survives_its_failure(server, tmp
 
 
 def test_a_server_that_cuts_prompts_gets_no_score(server, tmp_path):
-    reader = EndpointReader(server, "model", LETTERS, timeout=5)
+    reader = EndpointReader(server, "model", LETTERS, timeout=PATIENCE)
     Server.mood = "cuts"
     with pytest.raises(EvalError, match="read 200 tokens of a prompt of 256: it cuts long prompts"):
         evaluate(reader, LETTERS, NOISE, ONE_FACT, tmp_path)
@@ -483,4 +485,4 @@ def test_a_server_that_cuts_prompts_gets_no_score(server, tmp_path):
 def test_servers_that_are_refused_at_the_start(mood, sentence, server):
     Server.mood = mood
     with pytest.raises(EvalError, match=sentence):
-        EndpointReader(server, "model", LETTERS, timeout=0.5)
+        EndpointReader(server, "model", LETTERS, timeout=0.5 if mood in ("slow", "drip") else PATIENCE)

@@ -19,14 +19,14 @@ from transformers.integrations import flex_attention as flex_integration
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache
 from kimi_k3.layers_kimi_k3 import KimiK3MLAttention
+from rounding import EXACT
 
-CLOSE = {"atol": 5e-4, "rtol": 0}
 LENGTHS = (9, 17, 30)
 
 
 @pytest.fixture(scope="module", params=["k3_tiny_mxfp4", "kimi_linear_flat"])
 def model(request, data_dir):
-    return AutoModelForCausalLM.from_pretrained(data_dir / request.param, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(data_dir / request.param, dtype=torch.float32).double()
 
 
 def tokens(rows, length, seed=0):
@@ -135,8 +135,8 @@ def test_padding_anywhere(model, implementation, pieces, absorbed, monkeypatch):
     model.set_attn_implementation("sdpa")
     for row, document in enumerate(DOCUMENTS):
         expected = model(document).logits[0]
-        torch.testing.assert_close(logits[row, mask[row].bool()], expected, **CLOSE)
-        torch.testing.assert_close(without_cache[row, mask[row].bool()], expected, **CLOSE)
+        torch.testing.assert_close(logits[row, mask[row].bool()], expected, **EXACT)
+        torch.testing.assert_close(without_cache[row, mask[row].bool()], expected, **EXACT)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "packed and padded"])
@@ -156,9 +156,9 @@ def test_packed_documents_do_not_touch(model, implementation, padded):
     model.set_attn_implementation("sdpa")
     alone = {document.shape[1]: model(document).logits[0] for document in DOCUMENTS}
     expected = torch.cat([alone[n] for n in LENGTHS])
-    torch.testing.assert_close(logits[0, : sum(LENGTHS)], expected, **CLOSE)
+    torch.testing.assert_close(logits[0, : sum(LENGTHS)], expected, **EXACT)
     if padded:
-        torch.testing.assert_close(logits[1, 3:], torch.cat([alone[n] for n in (17, 9, 30)]), **CLOSE)
+        torch.testing.assert_close(logits[1, 3:], torch.cat([alone[n] for n in (17, 9, 30)]), **EXACT)
 
 
 def test_generation_gives_the_same_text(model, implementation):
@@ -176,7 +176,7 @@ def test_a_few_tokens_of_one_unpadded_row(model, implementation):
     ids = tokens(1, 30)
     cache = HybridCache(model.config)
     model(ids[:, :27], **{CACHE: cache})
-    torch.testing.assert_close(model(ids[:, 27:], **{CACHE: cache}).logits, model(ids).logits[:, 27:], **CLOSE)
+    torch.testing.assert_close(model(ids[:, 27:], **{CACHE: cache}).logits, model(ids).logits[:, 27:], **EXACT)
     ids = tokens(1, 8).repeat(1, 3)
     settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     text = model.generate(ids, prompt_lookup_num_tokens=3, **settings)
@@ -195,7 +195,7 @@ def test_what_reaches_a_flash_kernel(model, flash):
     model.set_attn_implementation("sdpa")
     other = embeds.detach().clone().requires_grad_()
     model(inputs_embeds=other).logits.square().sum().backward()
-    torch.testing.assert_close(embeds.grad, other.grad, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(embeds.grad, other.grad, **EXACT)
 
 
 @torch.no_grad()
@@ -208,7 +208,7 @@ def test_compiled_flex_attention(model):
     model.set_attn_implementation("flex_attention")
     got = model(ids, attention_mask=mask).logits
     model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], **CLOSE)
+    torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], **EXACT)
 
 
 @torch.no_grad()
@@ -222,7 +222,7 @@ def test_attention_weights_of_packed_documents(model, implementation):
     for got, expected in zip(
         weights, model(ids, position_ids=positions, output_attentions=True).attentions, strict=True
     ):
-        torch.testing.assert_close(got, expected, **CLOSE)
+        torch.testing.assert_close(got, expected, **EXACT)
 
 
 def test_static_caches_refuse_kernels_without_a_mask(model, implementation):

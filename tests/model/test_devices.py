@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache
+from rounding import EXACT
 
 CPU = torch.device("cpu")
 DEVICES = [
@@ -90,7 +91,7 @@ def to_cpu(tensor):
 
 @pytest.fixture(scope="module", params=["k3_tiny_mxfp4", "kimi_linear_flat"])
 def model(request, data_dir):
-    return AutoModelForCausalLM.from_pretrained(data_dir / request.param, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(data_dir / request.param, dtype=torch.float32).double()
 
 
 def placed(model, devices):
@@ -156,7 +157,7 @@ def test_states_lie_with_their_layers(model, kind):
                 home = decoder.input_layernorm.weight.device
                 assert lies_on(layer) == {CPU if kind == "offloaded" else home}
         assert {next(iter(lies_on(layer))) for layer in cache.layers} == ({CPU} if kind == "offloaded" else {*DEVICES})
-    torch.testing.assert_close(torch.cat(outputs, dim=1)[mask.bool()], expected[mask.bool()], atol=5e-4, rtol=0)
+    torch.testing.assert_close(torch.cat(outputs, dim=1)[mask.bool()], expected[mask.bool()], **EXACT)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["on its device", "offloaded"])
@@ -176,7 +177,7 @@ def test_the_cache_across_devices(model, offload):
         elsewhere = copy.deepcopy(cache).to(CPU)  # as a loaded cache: it follows the layers
         for held in (cache, elsewhere):
             logits = split(following.flip(0), **{CACHE: held}).logits
-            torch.testing.assert_close(to_cpu(logits.to("cpu")), expected, atol=5e-4, rtol=0)
+            torch.testing.assert_close(to_cpu(logits.to("cpu")), expected, **EXACT)
 
 
 @torch.no_grad()
@@ -186,7 +187,7 @@ def test_packed_documents_across_devices(model):
     expected = model(ids, position_ids=positions).logits
     with pretended_devices():
         logits = placed(model, DEVICES)(ids, position_ids=positions).logits
-        torch.testing.assert_close(to_cpu(logits.to("cpu")), expected, atol=5e-4, rtol=0)
+        torch.testing.assert_close(to_cpu(logits.to("cpu")), expected, **EXACT)
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,24 @@ from transformers import AutoModelForCausalLM
 from transformers.models.kimi_linear import KimiLinearForCausalLM
 
 import kimi_k3
+from rounding import EXACT, rms, rms_of_float32
 
 FOLDERS = ["k3_tiny_mxfp4", "k3_dense_flat", "kimi_linear_flat"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 CACHE = kimi_k3.CACHE_ARGUMENT
 
+pytestmark = pytest.mark.portable
+
 
 @pytest.fixture(scope="module", params=[(f, d) for f in FOLDERS for d in ["cpu", "cuda"]], ids=lambda p: "-".join(p))
 def golden(request, data_dir):
-    """(model in float32, golden tensors) on one device."""
+    """(model, golden tensors) on one device, in float64 on a CPU: what is compared there with the golden run is the
+    rounding of that run alone, the same on every processor. On a GPU in float32, which the kernels are for."""
     folder, device = request.param
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
     model = AutoModelForCausalLM.from_pretrained(data_dir / folder, dtype=torch.float32).to(device)
+    model = model if device == "cuda" else model.double()
     tensors = load_file(data_dir / folder / "golden.safetensors")
     return model, {name: tensor.to(device) for name, tensor in tensors.items()}
 
@@ -33,10 +38,32 @@ def assert_golden(got, expected):
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
 
 
+def close(model, on_gpu=5e-4):
+    """How near two ways to run a model are to one another."""
+    return EXACT if model.dtype == torch.float64 else {"atol": on_gpu, "rtol": 0}
+
+
 @torch.no_grad()
 def test_logits(golden):
     model, tensors = golden
     assert_golden(model(tensors["input_ids"]).logits, tensors["logits"])
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@torch.no_grad()
+def test_float32(data_dir, folder):
+    """The dtype in which the golden run was made, on a CPU: its logits and text, and no error but roundings."""
+    model = AutoModelForCausalLM.from_pretrained(data_dir / folder, dtype=torch.float32)
+    tensors = load_file(data_dir / folder / "golden.safetensors")
+    ids, steps = tensors["input_ids"], tensors["greedy_ids"].shape[1]
+    logits, exact = model(ids).logits, copy.deepcopy(model).double()
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits.argmax(-1), tensors["logits"].argmax(-1))
+    assert rms(logits - tensors["logits"]) < 1e-4
+    assert rms(logits - exact(ids).logits) < rms_of_float32(exact, lambda model: model(ids).logits)
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": steps, "min_new_tokens": steps}
+    text = model.generate(ids, **settings, do_sample=False)
+    assert torch.equal(text[:, ids.shape[1] :], tensors["greedy_ids"])
 
 
 @torch.no_grad()
@@ -53,9 +80,9 @@ def test_logits_with_eager_attention(golden):
     assert eager.attentions[0].shape[-2:] == tensors["input_ids"].shape[-1:] * 2
     torch.testing.assert_close(eager.attentions[0].sum(-1), torch.ones_like(eager.attentions[0][..., 0]))
     for with_sdpa, weights in zip(beside_sdpa, eager.attentions, strict=True):
-        torch.testing.assert_close(with_sdpa, weights, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(with_sdpa, weights, **close(model, on_gpu=1e-3))
     assert_golden(eager.logits, tensors["logits"])
-    torch.testing.assert_close(eager.logits, sdpa, atol=5e-4, rtol=0)
+    torch.testing.assert_close(eager.logits, sdpa, **close(model))
 
 
 @torch.no_grad()
@@ -124,7 +151,7 @@ def test_both_cache_names(golden):
         output = model(ids[:, :30], **{name: cache})
         assert output.past_key_values is cache and output.cache is cache
         again = model(ids[:, 30:], **{name: copy.deepcopy(cache)}).logits
-        torch.testing.assert_close(again, expected, atol=5e-4, rtol=0)
+        torch.testing.assert_close(again, expected, **close(model))
     with pytest.raises(ValueError, match="two names of one argument"):
         model(ids, cache=kimi_k3.HybridCache(model.config), past_key_values=kimi_k3.HybridCache(model.config))
 
@@ -136,7 +163,7 @@ def test_bfloat16_stays_close(golden):
     The median, because in random weights some tokens sit on a near-tie of the router and change an expert.
     """
     model, tensors = golden
-    half = copy.deepcopy(model)
+    half = copy.deepcopy(model).float()
     for name, parameter in half.named_parameters():
         if parameter.dtype == torch.float32 and not any(p in name for p in half._keep_in_fp32_modules_strict):
             parameter.data = parameter.data.bfloat16()
@@ -153,4 +180,8 @@ def test_native_class_agrees_on_kimi_linear(data_dir, device):
     native = KimiLinearForCausalLM.from_pretrained(data_dir / "kimi_linear_flat", dtype=torch.float32).to(device)
     ours = kimi_k3.KimiK3ForCausalLM.from_pretrained(data_dir / "kimi_linear_flat", dtype=torch.float32).to(device)
     ids = torch.randint(3, 160, (2, 70), generator=torch.Generator().manual_seed(0)).to(device)
-    torch.testing.assert_close(ours(ids).logits, native(ids).logits, atol=1e-4, rtol=0)
+    got, expected = ours(ids).logits, native(ids).logits
+    if device == "cuda":
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    else:  # in float32, as parts of the native class are in any dtype
+        assert rms(got - expected) < rms_of_float32(ours.double(), lambda model: model(ids).logits)

@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.kernels.cross_entropy import chunked_cross_entropy
+from rounding import EXACT, error
 
 
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -34,9 +35,9 @@ def test_chunked_cross_entropy_equals_torch(chunk):
     loss = chunked_cross_entropy(*ours, targets, chunk)
     expected = F.cross_entropy(theirs[0] @ theirs[1].T, targets, reduction="sum")
     (loss / 3).backward(), (expected / 3).backward()
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss, expected, **EXACT)
     for mine, reference in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(mine.grad, reference.grad, **EXACT)
 
 
 def test_what_has_no_cross_entropy_is_refused():
@@ -70,7 +71,7 @@ def test_logits_of_all_tokens_are_never_made():
 
 
 def small(data_dir, **options):
-    model = KimiK3ForCausalLM.from_pretrained(data_dir / "k3_dense_flat", dtype=torch.float32).train()
+    model = KimiK3ForCausalLM.from_pretrained(data_dir / "k3_dense_flat", dtype=torch.float32).double().train()
     for name, value in options.items():
         setattr(model, name, value)
     return model
@@ -97,9 +98,9 @@ def test_loss_and_gradients_are_those_of_all_logits(data_dir, chunk, how):
         assert (output.logits is None) == (size is not None)
         output.loss.backward()
         found.append((output.loss.detach(), [p.grad for p in model.parameters()]))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[1][0], found[0][0].double(), rtol=2**-20, atol=0)  # transformers' is in float32
     for ours, expected in zip(found[1][1], found[0][1], strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-6)
+        assert error(ours, expected) < 2**-20
 
 
 @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": torch.tensor(0)}])

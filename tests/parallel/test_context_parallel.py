@@ -1,7 +1,6 @@
 """Rows cut over two processes on the CPU, against one process with the whole rows."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,8 @@ from kimi_k3.parallel import context_parallel, gather_cache, prefill, shard
 from kimi_k3.parallel.context import bytes_sent
 from kimi_k3.parallel.wire import Wire
 from kimi_k3.training import QKClip, QuantileBalancer
+from rounding import EXACT
+from waiting import PATIENCE, run_script
 
 LENGTH = 151  # the parts have 76 and 75 tokens
 DIED = 7
@@ -40,15 +41,16 @@ SHORT = documents((75, 76), (74, 2, 75))
 SHORTER = documents((74, 77), (73, 1, 1, 76))
 
 
-def load(folder, dtype=torch.float32, attention="sdpa"):
+def load(folder, dtype=torch.float64, attention="sdpa"):
     options = {"dequantize": True} if folder.name == "k3_tiny_mxfp4" else {}
     model = kimi_k3.KimiK3ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention, **options)
     return model.to(device(), dtype)  # float64 for the parameters that are float32 in any file, too
 
 
-def assert_as_one(model, bound, rows=2, loss_chunk=None, **more):
+def assert_as_one(model, bound=EXACT["atol"], rows=2, loss_chunk=None, **more):
     """Logits of this part (none with `loss_chunk`) and the gradients of all parts."""
     model.zero_grad()
+    model.loss_chunk = loss_chunk
     more = {name: x.to(device()) for name, x in more.items()}
     batch = {"input_ids": ids(rows), "labels": ids(rows), **more}
     whole = model(**batch, use_cache=False)
@@ -57,12 +59,12 @@ def assert_as_one(model, bound, rows=2, loss_chunk=None, **more):
     model.zero_grad()
     with context_parallel(model):
         part = shard(batch)
-        model.loss_chunk = loss_chunk
         out = model(**part, use_cache=False)
-        model.loss_chunk = None
     out.loss.backward()
-    logits = whole.logits.tensor_split(dist.get_world_size(), dim=1)[dist.get_rank()]
-    assert out.logits is None if loss_chunk else (out.logits - logits).abs().max() < bound
+    if loss_chunk is None:
+        logits = whole.logits.tensor_split(dist.get_world_size(), dim=1)[dist.get_rank()]
+        assert (out.logits - logits).abs().max() < bound
+    assert (out.logits is None) == (whole.logits is None) == (loss_chunk is not None)
     loss = out.loss.detach().clone()
     dist.all_reduce(loss)
     torch.testing.assert_close(loss, whole.loss, rtol=1e-5, atol=1e-5)
@@ -76,7 +78,7 @@ def assert_as_one(model, bound, rows=2, loss_chunk=None, **more):
 
 
 def bytes_on_the_wire(data_dir):
-    model, world, rank = load(data_dir / "k3_tiny_mxfp4").train(), dist.get_world_size(), dist.get_rank()
+    model, world, rank = load(data_dir / "k3_tiny_mxfp4", torch.float32).train(), dist.get_world_size(), dist.get_rank()
     part = shard({"input_ids": ids(), "labels": ids()})
     parts = [x.shape[1] for x in ids().tensor_split(world, dim=1)]
     with Wire() as forward, context_parallel(model):
@@ -89,15 +91,15 @@ def bytes_on_the_wire(data_dir):
 
 
 def logits_and_gradients(data_dir):
-    model = load(data_dir / "k3_tiny_mxfp4", torch.float64).train()
+    model = load(data_dir / "k3_tiny_mxfp4").train()
     for more in ({}, *({"position_ids": each} for each in (UNEVEN, SHORT, SHORTER))):
-        assert_as_one(model, 1e-9, **more)
+        assert_as_one(model, **more)
     model.gradient_checkpointing_enable()
-    assert_as_one(model, 1e-9, position_ids=PACKED)
-    assert_as_one(model, 1e-9, rows=1, cu_seq_lens_q=torch.tensor([0, 40, 110, LENGTH]))
-    assert_as_one(load(data_dir / "k3_dense_flat", attention="eager").train(), 1e-4, position_ids=PACKED)
-    assert_as_one(load(data_dir / "kimi_linear_flat").train(), 1e-4)
-    assert_as_one(load(data_dir / "kimi_linear_flat").train(), 1e-4, loss_chunk=50, position_ids=PACKED)
+    assert_as_one(model, position_ids=PACKED)
+    assert_as_one(model, rows=1, cu_seq_lens_q=torch.tensor([0, 40, 110, LENGTH]))
+    assert_as_one(load(data_dir / "k3_dense_flat", attention="eager").train(), position_ids=PACKED)
+    assert_as_one(load(data_dir / "kimi_linear_flat").train())
+    assert_as_one(load(data_dir / "kimi_linear_flat").train(), loss_chunk=50, position_ids=PACKED)
 
 
 def adapters(data_dir):
@@ -105,10 +107,10 @@ def adapters(data_dir):
 
     from kimi_k3.training import lora_targets
 
-    model = load(data_dir / "k3_dense_flat", torch.float64)
+    model = load(data_dir / "k3_dense_flat")
     torch.manual_seed(0)
     options = LoraConfig(r=2, init_lora_weights=False, **lora_targets(model, ["attention"]))
-    assert_as_one(get_peft_model(model, options).double(), 1e-9)
+    assert_as_one(get_peft_model(model, options).double())
 
 
 def balance(data_dir):
@@ -130,9 +132,9 @@ def balance(data_dir):
     clip.close()
 
 
-def generation(data_dir):
+def generation(data_dir, dtype=torch.float64, close=EXACT):
     for folder in ("k3_tiny_mxfp4", "kimi_linear_flat"):
-        model, prompt = load(data_dir / folder).eval(), ids()
+        model, prompt = load(data_dir / folder, dtype).eval(), ids()
         options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 12, "do_sample": False}
         expected = model.generate(prompt, **options)
         cache = prefill(model, prompt)
@@ -144,7 +146,7 @@ def generation(data_dir):
     own, whole = (gather_cache(out[kimi_k3.CACHE_ARGUMENT]), alone[kimi_k3.CACHE_ARGUMENT])
     for ours, theirs in zip(own.layers, whole.layers, strict=True):
         for got, tensor in zip(ours.tensors(), theirs.tensors(), strict=True):
-            torch.testing.assert_close(got, tensor, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(got, tensor, **close)
 
 
 def refusals(rank, data_dir):
@@ -219,10 +221,10 @@ def in_one_of_two(rank, data_dir):
 
 def in_one_of_four(rank, data_dir):
     """States and gradients that pass through whole parts, and parts at which they end."""
-    model = load(data_dir / "k3_tiny_mxfp4", torch.float64)
-    assert_as_one(model, 1e-9)
+    model = load(data_dir / "k3_tiny_mxfp4")
+    assert_as_one(model)
     # The documents of the second row end with the second part and inside the third.
-    assert_as_one(model, 1e-9, position_ids=documents((20, 131), (76, 10, 65)))
+    assert_as_one(model, position_ids=documents((20, 131), (76, 10, 65)))
     dist.destroy_process_group()
 
 
@@ -232,8 +234,8 @@ def on_one_of_two_gpus(rank, data_dir):
     torch.cuda.init()
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     for more in ({}, {"position_ids": PACKED}, {"position_ids": UNEVEN}):
-        assert_as_one(load(data_dir / "k3_tiny_mxfp4").train(), 1e-3, **more)
-    generation(data_dir)
+        assert_as_one(load(data_dir / "k3_tiny_mxfp4", torch.float32).train(), 1e-3, **more)
+    generation(data_dir, torch.float32, {"atol": 1e-4, "rtol": 1e-4})
     dist.destroy_process_group()
 
 
@@ -251,19 +253,19 @@ def exit_codes(function, world, data_dir, out):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(200)
+        process.join(PATIENCE)
         process.kill()
     return [process.exitcode for process in processes]
 
 
+@pytest.mark.portable
 def test_parts_on_several_processes_are_one_process_with_whole_rows(data_dir, tmp_path):
-    subprocess.run([sys.executable, "-P", __file__, str(data_dir), str(tmp_path)], check=True, timeout=400)
+    run_script(__file__, data_dir, tmp_path, check=True)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_parts_on_two_gpus(data_dir):
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    subprocess.run([*command, str(data_dir)], check=True, timeout=300)
+    run_script(__file__, data_dir, gpus=2, check=True)
 
 
 if __name__ == "__main__" and "RANK" in os.environ:

@@ -7,7 +7,6 @@ import copy
 import datetime
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,13 +24,14 @@ from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.distributed_kimi_k3 import PipelinePart, check_fit
 from kimi_k3.parallel import wire
 from kimi_k3.training import QKClip
+from rounding import EXACT
+from waiting import PATIENCE, run_script, until
 
 # Releases that can cut attention and spread experts in one run; those that let one choose how tokens reach experts.
 EP_SIZE, EP_IMPLEMENTATION = (
     name in DistributedConfig.__dataclass_fields__ for name in ("ep_size", "ep_implementation")
 )
 RANKS = 2
-BOUND = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 
 def changed(folder, packed=True, **values):
@@ -111,16 +111,10 @@ def test_what_fits_is_let_through(data_dir):
     check_fit(model, DistributedConfig(tp_size=64, enable_expert_parallel=True))
 
 
+@pytest.mark.portable
 def test_two_processes_compute_what_one_does(data_dir, tmp_path):
     """The script below; its output says which check failed. The last one ends a process, so that one has a code."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-P", __file__, str(data_dir), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_script(__file__, data_dir, tmp_path, capture_output=True, text=True)
     report = f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     assert done.returncode == 0, report
     codes = json.loads(done.stdout.splitlines()[-1])
@@ -136,7 +130,7 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def load(folder, options=None, dtype=torch.float32, **arguments):
+def load(folder, options=None, dtype=torch.float64, **arguments):
     cut = None if options is None else DistributedConfig(**options)
     torch.set_default_dtype(dtype)  # of the parameters that are never in less than float32
     try:
@@ -157,7 +151,7 @@ def same(model, alone, ids, wanted=None):
     with torch.no_grad():
         for options in ({}, {"attention_mask": mask}):
             got, expected = (each(ids, **options).logits for each in (model, alone))
-            torch.testing.assert_close(got, expected, rtol=0, atol=BOUND[alone.dtype])
+            torch.testing.assert_close(got, expected, **EXACT)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     got, expected = (each.generate(ids, **options)[:, ids.shape[1] :] for each in (model, alone))
     assert torch.equal(got, expected)
@@ -176,7 +170,7 @@ def same_gradients(model, alone):
         expected = gradients[name]
         assert (parameter.grad is None) == (expected is None), name
         if expected is not None:
-            bound = BOUND[alone.dtype] * max(1.0, expected.abs().max().item())
+            bound = EXACT["atol"] * max(1.0, expected.abs().max().item())
             torch.testing.assert_close(
                 whole(parameter.grad), expected, rtol=0, atol=bound, msg=lambda text, name=name: f"{name}: {text}"
             )
@@ -200,7 +194,7 @@ def tensor_parallel(data, scratch, rank):
             cache = model(ids, use_cache=True).past_key_values
             attentions = [each.eval()(ids, output_attentions=True).attentions for each in (model, alone)]
         assert cache.layers[0].tensors()[-1].shape[1] == heads, "states of other processes' heads"
-        torch.testing.assert_close(*attentions, rtol=0, atol=BOUND[alone.dtype])
+        torch.testing.assert_close(*attentions, **EXACT)
 
 
 def other_ways_to_decode(data, scratch, rank):
@@ -215,7 +209,7 @@ def other_ways_to_decode(data, scratch, rank):
         cache = model(ids[:, :-1]).past_key_values
         cache.save(scratch / f"cache{rank}", model)
         got = model(ids[:, -1:], past_key_values=HybridCache.load(scratch / f"cache{rank}", model)).logits
-        torch.testing.assert_close(got[:, -1], alone(ids).logits[:, -1], rtol=0, atol=BOUND[alone.dtype])
+        torch.testing.assert_close(got[:, -1], alone(ids).logits[:, -1], **EXACT)
         dist.barrier()
         with pytest.raises(ValueError):
             HybridCache.load(scratch / f"cache{1 - rank}", model)
@@ -237,7 +231,7 @@ def packed_experts(data, scratch, rank):
             shapes = [tuple(parameter.to_local().shape) for parameter in experts.parameters()]
             assert shapes == [(8, 64, 16), (8, 64, 1), (8, 32, 16), (8, 32, 1)]
             assert {parameter.dtype for parameter in experts.parameters()} == {torch.uint8}
-            model.save_pretrained(scratch / "saved")
+            load(scratch / "packed", {"tp_size": 2}, torch.float32).save_pretrained(scratch / "saved")
             saved, read = (load_file(scratch / name / "model.safetensors") for name in ("saved", "packed"))
             assert torch.equal(saved.pop("lm_head.weight"), read["model.embed_tokens.weight"])
             assert set(saved) == set(read) and all(torch.equal(saved[key], read[key]) for key in read)
@@ -247,15 +241,14 @@ def packed_experts(data, scratch, rank):
 def expert_parallel(data, scratch, rank):
     """Whole experts on their processes: alone, and beside cut attention where transformers can."""
     alone_too, sums = {"enable_expert_parallel": True}, {"ep_size": 2, "ep_implementation": "all_reduce"}
-    # The rounding of float32 alone moves the logits of `k3_tiny_mxfp4` by 2e-4 from those of float64.
-    cases = [("kimi_linear_flat", alone_too, torch.float32), ("k3_tiny_mxfp4", alone_too, torch.float64)]
+    cases = [("kimi_linear_flat", alone_too), ("k3_tiny_mxfp4", alone_too)]
     if EP_SIZE:
-        cases.append(("k3_tiny_mxfp4", {"ep_size": 2}, torch.float64))
+        cases.append(("k3_tiny_mxfp4", {"ep_size": 2}))
     if EP_IMPLEMENTATION:
-        cases.append(("kimi_linear_flat", sums, torch.float32))
-    for name, options, dtype in cases:
+        cases.append(("kimi_linear_flat", sums))
+    for name, options in cases:
         ids, wanted = golden(data / name)
-        model, alone = load(data / name, {"tp_size": 2, **options}, dtype), load(data / name, dtype=dtype)
+        model, alone = load(data / name, {"tp_size": 2, **options}), load(data / name)
         experts = model.model.layers[1].block_sparse_moe.experts
         assert experts.num_experts == 4 and next(experts.parameters()).to_local().shape[0] == 4
         cut = isinstance(model.model.layers[0].self_attn.q_proj.weight, DTensor)
@@ -280,7 +273,7 @@ def pipeline(data, scratch, rank):
         mask[0, :3] = 0
         with torch.no_grad():
             got, expected = (each(ids, attention_mask=mask, use_cache=False).logits for each in (model, alone))
-        torch.testing.assert_close(got, expected, rtol=0, atol=BOUND[alone.dtype])
+        torch.testing.assert_close(got, expected, **EXACT)
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "use_cache": False}
         assert torch.equal(model.generate(ids, **options)[:, ids.shape[1] :], wanted[:, :6])
         with pytest.raises(NotImplementedError, match="use_cache=False, not use_cache"):
@@ -296,8 +289,8 @@ def pipeline(data, scratch, rank):
         loss(alone(ids).logits, ids).backward()
         gradients = {key: parameter.grad for key, parameter in alone.named_parameters()}
         for key in held:
-            got, bound = model.get_parameter(key).grad, BOUND[alone.dtype]
-            torch.testing.assert_close(got, gradients[key], rtol=0, atol=bound, msg=lambda t, key=key: f"{key}: {t}")
+            got = model.get_parameter(key).grad
+            torch.testing.assert_close(got, gradients[key], **EXACT, msg=lambda t, key=key: f"{key}: {t}")
 
 
 def bytes_sent(data, scratch, rank):
@@ -311,7 +304,7 @@ def bytes_sent(data, scratch, rank):
         cases.append(("k3_tiny_mxfp4", {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"}))
     for name, options in cases:
         ids, _ = golden(data / name)
-        model, pairs = load(data / name, options).train(), [0]
+        model, pairs = load(data / name, options, torch.float32).train(), [0]
         config, tokens = model.config, ids.numel()
         exchanged = options.get("ep_implementation") == "all_to_all"
 
@@ -337,7 +330,7 @@ def bytes_sent(data, scratch, rank):
             expected = [a + b for a, b in zip(expected, more, strict=True)]
         assert sent == pytest.approx(expected, rel=0.05), (name, options, forward.sent, backward.sent)
     ids, _ = golden(data / "k3_tiny_mxfp4")
-    model = load(data / "k3_tiny_mxfp4", {"pp_size": 2})
+    model = load(data / "k3_tiny_mxfp4", {"pp_size": 2}, torch.float32)
     first = model._pp_stage.layer_range_for_rank(1, model.config.num_hidden_layers)[0]
     with torch.no_grad(), wire.Wire() as forward:
         model(ids, use_cache=False)
@@ -357,39 +350,37 @@ def passed(check):
     os.write(1, f"{check.__name__}: ok\n".encode())  # one write: two processes share the pipe
 
 
-def meet(scratch, rank, name, seconds):
+def meet(scratch, rank, name):
     if dist.is_initialized():
         dist.destroy_process_group()
-    timeout = datetime.timedelta(seconds=seconds)
+    timeout = datetime.timedelta(seconds=PATIENCE)
     dist.init_process_group("gloo", init_method=f"file://{scratch / name}", rank=rank, world_size=2, timeout=timeout)
 
 
 def a_process_that_stops(data, scratch, rank):
-    """One that hangs is an error on the others after the timeout of `init_process_group`."""
-    meet(scratch, rank, "short", 10)
-    model = load(data / "k3_dense_flat", {"tp_size": 2})
+    """One that hangs is an error on the others after the timeout of the group of `init_process_group`."""
+    model, seen = load(data / "k3_dense_flat", {"tp_size": 2}), scratch / "the other one has seen it"
     dist.barrier()
     if rank == 1:
-        time.sleep(14)
+        until(seen.exists)
         return
-    start = time.monotonic()
-    with pytest.raises(RuntimeError):
+    # Only now: what came before may take as long as it likes on a busy machine.
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2), dist.group.WORLD)
+    with pytest.raises(RuntimeError, match=r"(?i)timed out"):
         model(torch.ones(1, 4, dtype=torch.long))
-    assert time.monotonic() - start < 60
+    seen.touch()
 
 
 def a_process_that_dies(data, scratch, rank):
-    """The others raise, long before the timeout."""
-    meet(scratch, rank, "long", 200)
+    """The others raise because its connection is closed, without waiting for the timeout."""
+    meet(scratch, rank, "second")
     model = load(data / "k3_dense_flat", {"tp_size": 2})
     dist.barrier()
     if rank == 1:
         passed(a_process_that_dies)
         os._exit(7)
-    start = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"(?i)connection|peer|closed"):
         model(torch.ones(1, 4, dtype=torch.long))
-    assert time.monotonic() - start < 60
 
 
 CHECKS = (
@@ -407,7 +398,7 @@ CHECKS = (
 
 def run(data, scratch, rank):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    meet(scratch, rank, "first", 120)
+    meet(scratch, rank, "first")
     for check in CHECKS:
         start = time.process_time()
         check(data, scratch, rank)

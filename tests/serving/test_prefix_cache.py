@@ -36,6 +36,8 @@ from kimi_k3.cache_layers_kimi_k3 import LatentCacheLayer
 from kimi_k3.serving import prefix_cache, tiers
 from kimi_k3.serving.prefix_cache import PrefixCache
 from kimi_k3.training import lora_targets
+from rounding import EXACT
+from waiting import PATIENCE
 
 BLOCK, EVERY = 4, 12
 # 10,000 operations take minutes: KIMI_K3_EXAMPLES=200 runs them.
@@ -43,14 +45,14 @@ EXAMPLES, STEPS = int(os.environ.get("KIMI_K3_EXAMPLES", "5")), 50
 
 
 def small_model(seed=0):
-    """KDA, MLA, KDA in float32, as small as the layers allow."""
+    """KDA, MLA, KDA in float64, as small as the layers allow."""
     settings = {"vocab_size": 32, "q_lora_rank": None, "max_position_embeddings": 4096, "initializer_range": 0.3}
-    return tiny.model("kmk", seed, **settings, **tiny.DENSE, **tiny.NO_SPECIAL)
+    return tiny.model("kmk", seed, **settings, **tiny.DENSE, **tiny.NO_SPECIAL).double()
 
 
 MODEL = small_model()
-STATE_BYTES = 2 * (5 * 8 * 8 + 3 * 3 * 40) * 4
-TOKEN_BYTES = (20 + 14) * 4 + 8
+STATE_BYTES = 2 * (5 * 8 * 8 + 3 * 3 * 40) * 8
+TOKEN_BYTES = (20 + 14) * 8 + 8
 
 
 def row(tokens):
@@ -78,7 +80,7 @@ def check(cache, ids, model=MODEL):
     assert done.splits[-1] == len(ids) == done.cache.get_seq_length()
     assert done.hit == 0 or done.hit in done.splits
     assert torch.equal(got, cold(ids, done.splits, model)[:, done.hit :])
-    torch.testing.assert_close(got, cold(ids, [len(ids)], model)[:, done.hit :], atol=1e-4, rtol=0)
+    torch.testing.assert_close(got, cold(ids, [len(ids)], model)[:, done.hit :], **EXACT)
     return done.hit
 
 
@@ -86,6 +88,7 @@ def make(**options):
     return PrefixCache(MODEL, **{"device_bytes": 1 << 30, "block": BLOCK, "every": EVERY, **options})
 
 
+@pytest.mark.portable
 def test_a_second_turn_starts_where_the_first_ended():
     """Faults 46, 47: one turn kept, two different follow-ups; each equals a fresh run."""
     cache, prompt = make(), tokens(30)
@@ -155,8 +158,9 @@ def counting(forward, lengths):
     return lambda ids, **kwargs: lengths.append(ids.shape[1]) or forward(ids, **kwargs)
 
 
+@pytest.mark.portable
 def test_states_exported_inside_a_forward(tmp_path):
-    """In the same pass: forwards of up to 50 tokens instead of 12, hits at the same places, within 1e-4 of a cold run,
+    """In the same pass: forwards of up to 50 tokens instead of 12, hits at the same places, close to a cold run,
     bit for bit what another cache gives that saw the same texts; through files too."""
     prompt, answers = tokens(100), []
     texts = [prompt, prompt + tokens(9, 1), prompt[:40] + tokens(30, 2), prompt[:20], prompt[:40] + tokens(9, 3)]
@@ -170,7 +174,7 @@ def test_states_exported_inside_a_forward(tmp_path):
             assert forwards == ([48, 48, 3, 1] if text is prompt else [*forwards[:-1], 1])
             assert done.exact == (done.hit == 0 and len(text) < 14)
             assert done.hit == check(splitting, text) and done.splits[-1] == len(text)
-            torch.testing.assert_close(got, cold(text, [len(text)])[:, done.hit :], atol=1e-4, rtol=0)
+            torch.testing.assert_close(got, cold(text, [len(text)])[:, done.hit :], **EXACT)
             answers[-1].append(got)
         exporting.close()
     assert all(map(torch.equal, *answers))
@@ -182,10 +186,11 @@ def test_states_exported_inside_a_forward(tmp_path):
         make(chunk=EVERY - 1)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("folder", ["k3_tiny_mxfp4", "k3_dense_flat", "kimi_linear_flat"])
 def test_checkpoints_of_every_family(data_dir, tmp_path, folder):
     """Routed experts, packed ones, both gates; also through files."""
-    model = KimiK3ForCausalLM.from_pretrained(data_dir / folder, dtype=torch.float32)
+    model = KimiK3ForCausalLM.from_pretrained(data_dir / folder, dtype=torch.float32).double()
     ids = tokens(90)
     for device_bytes in (1 << 30, 0):
         cache = PrefixCache(model, device_bytes, folder=tmp_path, disk_bytes=1 << 30, block=16, every=32)
@@ -414,12 +419,10 @@ def test_disk_full_two_processes_and_a_kill(tmp_path):
         assert child.stdout.readline() == "full\n"
         ours = make(device_bytes=0, folder=folder, disk_bytes=1 << 30)
         flushed = -1
-        deadline = time.monotonic() + 60
-        while flushed < 12 and time.monotonic() < deadline:
+        while flushed < 12:
             flushed = int(child.stdout.readline())
             assert check(ours, [*tokens(40, flushed), 5]) == 39  # of the other process, or kept by both
             check(ours, tokens(33, 7))
-        assert flushed >= 12
         child.send_signal(signal.SIGKILL)
     finally:
         child.kill()
@@ -479,7 +482,7 @@ def writes(monkeypatch):
 
     def slow(tensors, metadata):
         written.append(metadata["checksum"])
-        assert written.gate.wait(20)
+        assert written.gate.wait(PATIENCE)
         time.sleep(0.01)
         return save(tensors, metadata)
 
@@ -487,6 +490,11 @@ def writes(monkeypatch):
     monkeypatch.setattr(tiers, "save", slow)
     yield written
     written.gate.set()
+
+
+def finish_what_began(cache):
+    """Wait until the thread has done all that it was told to begin; what nobody told it stays undone."""
+    cache._behind._thread.submit(lambda: None).result()
 
 
 def hit_of_another(disk, ids):
@@ -522,18 +530,17 @@ def test_a_blocked_disk_delays_no_token(disk, writes):
 
 @pytest.mark.parametrize("what", ["forward", "generate"])
 def test_copies_begin_behind_the_last_forward(disk, monkeypatch, what):
-    """The thread finds time enough to begin in any of the forwards, and must not."""
-    events, forward, on_host = [], MODEL.forward, tiers.on_host
+    """The thread has all the time it needs to begin in any of the forwards, and must not."""
+    cache, events, forward, on_host = make(**disk), [], MODEL.forward, tiers.on_host
 
     def slow(*args, **kwargs):
-        time.sleep(0.02)
+        finish_what_began(cache)
         logits = forward(*args, **kwargs)
         events.append("forward")
         return logits
 
     monkeypatch.setattr(MODEL, "forward", slow)
     monkeypatch.setattr(tiers, "on_host", lambda *args: events.append("copy") or on_host(*args))
-    cache = make(**disk)
     if what == "forward":
         cache.forward(row(tokens(20)))
     else:
@@ -607,9 +614,7 @@ def test_little_room_begins_files_at_once(disk, states):
     cache, written = make(**{**disk, "device_bytes": states * STATE_BYTES}), []
 
     def look():
-        for _ in range(500 if states < 1000 else 5):
-            if not cache.disk.written_bytes:
-                time.sleep(0.01)
+        finish_what_began(cache)
         written.append(cache.disk.written_bytes)
 
     cache.generate(row(tokens(60)), max_new_tokens=3, stopping_criteria=at_step(61, look))
@@ -658,9 +663,7 @@ def test_two_threads_pay_once(disk, writes):
         other = threading.Thread(target=check, args=(cache, tokens(20, 1)))
         other.start()
         other.join()
-        deadline = time.monotonic() + 10
-        while len(writes) < 10 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        finish_what_began(cache)
         assert len(writes) == 2 * len(cache.index.segments) == 10  # latents and state
 
     cache.generate(row(prompt), max_new_tokens=3, stopping_criteria=at_step(31, meanwhile))

@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import httpx
@@ -16,11 +16,17 @@ from transformers import AutoTokenizer
 
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3 import __main__ as cli
+from kimi_k3.serving import engine
 from kimi_k3.serving.prefix_cache import PrefixCache
 from kimi_k3.serving.server import Limits, build_app
+from waiting import PATIENCE, until
 
 SMALL = Path(__file__).parents[2] / "checkpoints" / "small"
 PROMPT = "The old house stood"
+
+
+def limits(**changes):
+    return Limits(**{"prompt_tokens": 600, "new_tokens": 200, "seconds": PATIENCE, "stop_seconds": PATIENCE, **changes})
 
 
 class Running:
@@ -30,14 +36,13 @@ class Running:
         self.model, self.tokenizer = model, AutoTokenizer.from_pretrained(SMALL)
         self.cache = PrefixCache(model, 1 << 28, block=16, every=512, **cache_options)
         app = build_app(self.cache, self.tokenizer, "small", limits)
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=10))
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=PATIENCE))
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
         self.thread.start()
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.socket.getsockname()[1]}", timeout=60)
-        while not self.server.started:
-            time.sleep(0.01)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.socket.getsockname()[1]}", timeout=PATIENCE)
+        until(lambda: self.server.started)
 
     def ask(self, prompt=PROMPT, **fields):
         return self.client.post(
@@ -62,7 +67,7 @@ class Running:
     def stop(self):
         self.client.close()
         self.server.should_exit = True
-        self.thread.join(30)
+        self.thread.join(PATIENCE)
         self.socket.close()
         return not self.thread.is_alive()
 
@@ -74,7 +79,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def running(model):
-    server = Running(model, Limits(prompt_tokens=600, new_tokens=200, seconds=60, body_bytes=20_000))
+    server = Running(model, limits(body_bytes=20_000))
     yield server
     assert server.stop()
 
@@ -172,8 +177,25 @@ def test_other_addresses(running):
     assert running.client.get("/v1/completions").status_code == 405
 
 
-def test_many_clients_some_of_which_go_away(running):
+def before_a_token(monkeypatch, action):
+    """Have the engine do `action(job)` before each token that follows the first."""
+    asked = engine._Interrupted.__call__
+
+    def criterion(interrupted, *args, **kwargs):
+        action(interrupted.job)
+        return asked(interrupted, *args, **kwargs)
+
+    monkeypatch.setattr(engine._Interrupted, "__call__", criterion)
+
+
+def test_many_clients_some_of_which_go_away(running, monkeypatch):
     """Answers of clients that stay equal those of one at a time; those that leave leave nothing behind."""
+
+    def waits_for_the_departure(job):
+        if job.max_tokens == 200 and job.tokens == 20:  # an answer that nobody reads to its end
+            job.cancelled.wait(PATIENCE)
+
+    before_a_token(monkeypatch, waits_for_the_departure)
     prompts = [f"{PROMPT} {word}" for word in ("near", "behind", "above", "before")]
     alone = {prompt: running.ask(prompt, max_tokens=12).json()["choices"][0]["text"] for prompt in prompts}
     before = running.metric("kimi_k3_requests_total", outcome="finished")
@@ -190,29 +212,40 @@ def test_many_clients_some_of_which_go_away(running):
     with ThreadPoolExecutor(20) as pool:
         answers = [answer for answer in pool.map(one, range(20)) if answer is not None]
     assert len(answers) == 16 and all(text == alone[prompt] for prompt, text in answers)
-    deadline = time.monotonic() + 20
-    while running.metric("kimi_k3_requests_total", outcome="cancelled") < 4 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert running.metric("kimi_k3_requests_total", outcome="cancelled") == 4
+    until(lambda: running.metric("kimi_k3_requests_total", outcome="cancelled") == 4)
     assert running.metric("kimi_k3_requests_total", outcome="finished") == before + 16
     assert running.metric("kimi_k3_waiting_requests") == 0
     assert not running.cache.index.root.pins
 
 
-def test_time_and_queue_are_limited(model):
+def test_time_and_queue_are_limited(model, monkeypatch):
     """504 when a request takes too long, 429 when too many wait."""
-    server = Running(model, Limits(prompt_tokens=600, new_tokens=5000, seconds=1.0, waiting=1))
-    response = server.ask(max_tokens=5000)
+    may_run = threading.Event()
+
+    def takes_too_long(job):
+        may_run.wait(PATIENCE)
+        until(lambda: time.monotonic() > job.deadline)
+
+    before_a_token(monkeypatch, takes_too_long)
+    server = Running(model, limits(seconds=1.0, waiting=1))
+    may_run.set()
+    response = server.ask(max_tokens=200)
     assert response.status_code == 504 and "1 seconds" in response.json()["error"]["message"]
-    assert "error" in server.stream(max_tokens=5000)[1][-1]
+    assert "error" in server.stream(max_tokens=200)[1][-1]
+    may_run.clear()
     with ThreadPoolExecutor(6) as pool:
-        codes = [r.status_code for r in pool.map(lambda _: server.ask(max_tokens=5000), range(6))]
-    assert 429 in codes and set(codes) <= {429, 504}
+        codes = []
+        for answered in as_completed([pool.submit(server.ask, max_tokens=200) for _ in range(6)]):
+            codes.append(answered.result().status_code)
+            if len(codes) == 4:  # nothing that was taken can be answered before: one runs and one waits
+                assert codes == [429] * 4
+                may_run.set()
+    assert set(codes) == {429, 504}
     assert server.stop()
 
 
 def test_a_stop_finishes_what_runs_and_writes_the_prefixes(model, tmp_path):
-    server = Running(model, Limits(prompt_tokens=600, new_tokens=200), folder=tmp_path, disk_bytes=1 << 30)
+    server = Running(model, limits(), folder=tmp_path, disk_bytes=1 << 30)
     body = {"model": "small", "prompt": PROMPT, "temperature": 0, "max_tokens": 24, "stream": True}
     with server.client.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()

@@ -1,6 +1,5 @@
 """Quantile Balancing against a plain computation from its definition, and what may not change its result."""
 
-import subprocess
 import sys
 
 import numpy as np
@@ -11,6 +10,7 @@ from transformers import Trainer, TrainingArguments
 import tiny
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.training import QuantileBalancer, QuantileBalancerCallback
+from waiting import run_script
 
 EXPERTS, TOP_K, BINS = 16, 3, 1000
 
@@ -136,7 +136,7 @@ def test_a_skewed_router_is_balanced_and_the_load_reported():
 @pytest.mark.parametrize("balanced", [True, False])
 def test_fifty_steps_of_training_on_skewed_data(balanced):
     """Under 1.1 with Quantile Balancing, above 3 without; the last steps are large, so that chance hides neither."""
-    model = build(skew=0.03, vocab_size=2048).float()
+    model = build(skew=0.03, vocab_size=2048)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
     balancer = QuantileBalancer(model)
@@ -260,7 +260,7 @@ def test_a_forward_that_is_not_finite_is_left_to_the_loss():
 
 @pytest.mark.one_release
 def test_two_processes_equal_one(tmp_path):
-    subprocess.run([sys.executable, "-P", __file__, str(tmp_path)], check=True, timeout=120, env=tiny.environment())
+    run_script(__file__, tmp_path, check=True)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
     model = build(skew=0.03)

@@ -5,7 +5,6 @@ import math
 import signal
 import subprocess
 import sys
-import time
 
 import datasets
 import pytest
@@ -19,6 +18,7 @@ from kimi_k3 import __main__ as cli
 from kimi_k3.kernels.cross_entropy import chunked_cross_entropy
 from kimi_k3.training import text_run
 from kimi_k3.training.text_data import DataError, PackedRows
+from waiting import until
 
 WORDS = "the cat sat on a mat and the dog ran to the big red barn by the old mill".split()
 VOCABULARY = 257
@@ -149,6 +149,10 @@ def arguments(checkpoint, file, out, *more):
     return ["train", str(checkpoint), str(file), "--out", str(out), "--context", "64", "--rows", "2", *more]
 
 
+def lines_of(log):
+    return log.read_text().count("\n") if log.exists() else 0
+
+
 def losses(out):
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -185,17 +189,31 @@ def test_two_runs_are_equal(finished, checkpoint, data, tmp_path):
     assert losses(tmp_path / "run") == losses(finished)
 
 
+# The command, which does not get to its end: it waits behind step 25.
+UNFINISHED = """
+import sys, threading
+from kimi_k3 import __main__ as cli
+from kimi_k3.training.text_run import TextTraining
+one_step = TextTraining._one_step
+def step_or_wait(training):
+    if training.step == 25:
+        threading.Event().wait()
+    return one_step(training)
+TextTraining._one_step = step_or_wait
+sys.exit(cli.main())
+"""
+
+
 @pytest.mark.one_release
 def test_a_killed_run_continues_on_the_same_curve(finished, checkpoint, data, tmp_path):
     """SIGKILL at whatever step it is at, twice; then to the end."""
     more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--save-every", "4"]
-    command = [sys.executable, "-P", "-c", "import sys; from kimi_k3.__main__ import main; sys.exit(main())"]
+    command = [sys.executable, "-P", "-c", UNFINISHED]
     command += arguments(checkpoint, data / "text.jsonl", tmp_path / "run", *more)
     log = tmp_path / "run" / "metrics.jsonl"
     for lines in (6, 15):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= lines):
-            time.sleep(0.01)
+        until(lambda process=process, lines=lines: process.poll() is not None or lines_of(log) >= lines)
         process.kill()
         assert process.wait() == -signal.SIGKILL, "it was still at work"
     assert cli.main(command[4:]) == 0
