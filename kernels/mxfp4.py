@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 GROUP = 32
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _make_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
