@@ -64,7 +64,8 @@ def _mix(sources, norm_weight, proj_weight, eps, out_weight, out_eps):
     same = all(source.dtype == sources[-1].dtype for source in sources)
     weights = [norm_weight] if out_weight is None else [norm_weight, out_weight]
     if same and sources[0].shape[-1] <= MAX_WIDTH and dispatch.triton_refusal(*sources, *weights) is None:
-        results = _run(sources, norm_weight, proj_weight, eps, out_weight, out_eps)
+        tensors = norm_weight, proj_weight, out_weight, *(_aligned(source.contiguous()) for source in sources)
+        results = dispatch.run_differentiable(_forward, _backward, tensors, (eps, out_eps))
         if results is not None:
             return results
     return _composed(sources, norm_weight, proj_weight, eps), None
@@ -85,56 +86,30 @@ def _composed(sources, norm_weight, proj_weight, eps):
     return out.to(sources[-1].dtype)
 
 
-def _run(sources, norm_weight, proj_weight, eps, out_weight, out_eps):
-    sources = [_aligned(source.contiguous()) for source in sources]
-    if dispatch.needs_grad(*sources, norm_weight, proj_weight, out_weight):
-        return dispatch.run_kernels(_Mix.apply, eps, out_eps, norm_weight, proj_weight, out_weight, *sources)
-    return dispatch.run_kernels(_forward, sources, norm_weight, proj_weight, eps, out_weight, out_eps)
-
-
 def _aligned(x):
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _forward(sources, norm_weight, proj_weight, eps, out_weight, out_eps):
+def _forward(tensors, options, keep):
     from . import attn_res_triton
 
-    return attn_res_triton.forward(sources, norm_weight, proj_weight, eps, out_weight, out_eps, keep=False)[:2]
+    (norm_weight, proj_weight, out_weight, *sources), (eps, out_eps) = tensors, options
+    mixed, out, *kept = attn_res_triton.forward(sources, norm_weight, proj_weight, eps, out_weight, out_eps, keep)
+    return (mixed, out), (mixed, *kept)
 
 
-class _Mix(torch.autograd.Function):
-    """The Triton kernels. The norm's result is not differentiable in its roundings, as nowhere in the model."""
+def _backward(tensors, kept, options, grads):
+    """The norm's result is not differentiable in its roundings, as nowhere in the model."""
+    from . import attn_res_triton
 
-    @staticmethod
-    def forward(ctx, eps, out_eps, norm_weight, proj_weight, out_weight, *sources):
-        from . import attn_res_triton
+    (*weights, out_weight), sources, (eps, out_eps) = tensors[:3], tensors[3:], options
+    found = dispatch.run_kernels(attn_res_triton.backward, sources, *weights, out_weight, out_eps, *kept, *grads)
+    if found is not None:
+        d_sources, *d_weights = found
+        return *d_weights, *d_sources
 
-        mixed, out, scores, inverse_rms = attn_res_triton.forward(
-            sources, norm_weight, proj_weight, eps, out_weight, out_eps, keep=True
-        )
-        ctx.eps, ctx.out_eps = eps, out_eps
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(norm_weight, proj_weight, out_weight, mixed, scores, inverse_rms, *sources)
-        return mixed, out
+    def composed(norm_weight, proj_weight, out_weight, *sources):
+        mixed = _composed(sources, norm_weight, proj_weight, eps)
+        return mixed, None if out_weight is None else norms.rms_norm(mixed, out_weight, out_eps)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_mixed, d_out):
-        from . import attn_res_triton
-
-        norm_weight, proj_weight, out_weight, mixed, scores, inverse_rms, *sources = ctx.saved_tensors
-        d_mixed, d_out = (None if x is None else x.contiguous() for x in (d_mixed, d_out))
-        results = dispatch.run_kernels(
-            attn_res_triton.backward,
-            *(sources, norm_weight, proj_weight, out_weight, ctx.out_eps, mixed, scores, inverse_rms, d_mixed, d_out),
-        )
-        if results is not None:
-            grads, d_norm, d_proj, d_weight = results
-            return None, None, d_norm, d_proj, d_weight, *grads
-
-        def composed(norm_weight, proj_weight, out_weight, *sources):
-            mixed = _composed(sources, norm_weight, proj_weight, ctx.eps)
-            return mixed, None if out_weight is None else norms.rms_norm(mixed, out_weight, ctx.out_eps)
-
-        tensors = norm_weight, proj_weight, out_weight, *sources
-        return None, None, *dispatch.recomputed(composed, tensors, (d_mixed, d_out))
+    return dispatch.recomputed(composed, tensors, grads)

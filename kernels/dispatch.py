@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 MAX_SIZE = 256
 # Set to False (or start with KIMI_K3_TRITON=0) to run the torch references everywhere.
 use_triton = os.environ.get("KIMI_K3_TRITON", "1") != "0"
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TYPES = {torch.float32, torch.bfloat16, torch.float16}
 # Operations of which a kernel failed to compile, and why.
 _broken: dict[str, str] = {}
 # What runs in place of kernels, as warnings say it.
@@ -40,10 +40,11 @@ def triton_refusal(*tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> str |
         return "torch.compile traces the torch path"  # launches would break the graph
     reason = _device_refusal(device)
     if reason is None:
-        if not all(x.dtype in _TYPES for x in tensors):
-            found = ", ".join(sorted({str(x.dtype) for x in tensors}))
+        types = {x.dtype for x in tensors}
+        if not types <= _TYPES:
+            found = ", ".join(sorted(map(str, types)))
             reason = f"the tensors are of type {found}; the kernels take float32, bfloat16 and float16"
-        elif not all(x.device == device for x in tensors):
+        elif len({x.device for x in tensors}) > 1:
             reason = "the tensors are on several devices"
         elif any(size > MAX_SIZE for size in sizes):
             reason = f"a head size of {max(sizes)} is above {MAX_SIZE}"
@@ -90,6 +91,48 @@ def run_kernels(function: Callable[..., Any], *arguments: Any) -> Any:
         _broken[operation] = reason
         _tell(reason, PORTABLE if operation.endswith("_gluon") else TORCH)
         return None
+
+
+class Differentiable(torch.autograd.Function):
+    """`run_differentiable` where a gradient is wanted; once differentiable."""
+
+    @staticmethod
+    def forward(ctx, forward, backward, options, *tensors):
+        ctx.gradients, ctx.options, ctx.count = backward, options, len(tensors)
+        ctx.set_materialize_grads(False)
+        results, kept = forward(tensors, options, True)
+        ctx.save_for_backward(*tensors, *kept)
+        return results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        saved = ctx.saved_tensors  # unpacked once: re-entrant checkpoints refuse a second time
+        grads = [None if grad is None else grad.contiguous() for grad in grads]
+        return None, None, None, *ctx.gradients(saved[: ctx.count], saved[ctx.count :], ctx.options, grads)
+
+
+def run_differentiable(
+    forward: Callable[..., Any], backward: Callable[..., Any], tensors: tuple[torch.Tensor | None, ...], options: Any
+) -> Any:
+    """The results of kernels whose gradients are kernels too; None as of `run_kernels`.
+
+    Args:
+        forward: of the tensors, the options and whether a gradient is wanted -> the results, a tensor or a tuple, and
+            a tuple of what else `backward` needs.
+        backward: of the tensors, what is kept beside them, the options and the gradient of every result (None where
+            nothing depends on it) -> a gradient, or None, for every tensor.
+        tensors: None among them counts as one without a gradient.
+    """
+    if not needs_grad(*tensors):
+        found = run_kernels(forward, tensors, options, False)
+        return None if found is None else found[0]
+
+    def run(*tensors):
+        return Differentiable.apply(forward, backward, options, *tensors)
+
+    run.__module__ = forward.__module__  # whose kernels these are
+    return run_kernels(run, *tensors)
 
 
 def run_first(modules: Iterable[Any], *arguments: Any) -> Any:

@@ -119,72 +119,58 @@ def sorted_experts(
     inverse = inverse.view(expert_ids.shape)
     experts = torch.arange(len(gate_up), device=x.device, dtype=flat_ids.dtype)
     ends = torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
-    in_torch = x.numel() == 0 or dispatch.triton_refusal(x, expert_weights) is not None
-    rows = (_Spread if in_torch else _FusedSpread).apply(x, order, inverse)
+    fused = x.numel() > 0 and dispatch.triton_refusal(x, expert_weights) is None
+    rows = _Spread.apply(x, order, inverse, fused)
     hidden = activation(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
     rows = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
-    if in_torch:
-        return _Combine.apply(rows, expert_weights, order, inverse).to(dtype)
-    return _FusedCombine.apply(rows, expert_weights, order, inverse, dtype).to(dtype)
+    return _Combine.apply(rows, expert_weights, order, inverse, dtype if fused else None).to(dtype)
 
 
 class _Spread(torch.autograd.Function):
-    """x [T, D] -> the rows of its pairs [T k, D], pair order[i] at i; inverse [T, k] is where a pair lies."""
+    """x [T, D] -> the rows of its pairs [T k, D], pair order[i] at i; inverse [T, k] is where a pair lies.
+
+    With `fused` the backward pass is a Triton kernel, where it runs.
+    """
 
     @staticmethod
-    def forward(ctx, x, order, inverse):
+    def forward(ctx, x, order, inverse, fused):
+        ctx.fused = fused
         ctx.save_for_backward(inverse)
         return x.index_select(0, order // inverse.shape[1])
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse.flatten()).unflatten(0, inverse.shape).sum(1), None, None
+        out = dispatch.run_kernels(_rows("combine"), grad, inverse, None, grad.dtype) if ctx.fused else None
+        if out is None:
+            out = grad.index_select(0, inverse.flatten()).unflatten(0, inverse.shape).sum(1)
+        return out, None, None, None
 
 
 class _Combine(torch.autograd.Function):
-    """rows of pairs [T k, D], weights [T, k] float32 -> their weighted sums [T, D] float32; keeps the rows alone."""
+    """rows of pairs [T k, D], weights [T, k] float32 -> their weighted sums [T, D] float32; keeps the rows alone.
 
-    @staticmethod
-    def forward(ctx, rows, weights, order, inverse):
-        ctx.save_for_backward(rows, weights, order, inverse)
-        return (rows.index_select(0, inverse.flatten()).unflatten(0, inverse.shape) * weights[..., None]).sum(1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        rows, weights, order, inverse = ctx.saved_tensors
-        grad = grad.index_select(0, order // weights.shape[1])
-        grad_weights = (rows * grad).sum(-1)[inverse]
-        return (grad * weights.flatten()[order, None]).to(rows.dtype), grad_weights, None, None
-
-
-class _FusedSpread(_Spread):
-    """`_Spread` with a Triton kernel for its backward pass."""
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        out = dispatch.run_kernels(_rows("combine"), grad, *ctx.saved_tensors, None, grad.dtype)
-        return _Spread.backward(ctx, grad) if out is None else (out, None, None)
-
-
-class _FusedCombine(_Combine):
-    """`_Combine` in a Triton kernel each way, with sums rounded to `dtype`; where they do not run, in float32."""
+    With a `dtype` a Triton kernel each way, where they run, with sums rounded to it.
+    """
 
     @staticmethod
     def forward(ctx, rows, weights, order, inverse, dtype):
-        out = dispatch.run_kernels(_rows("combine"), rows, inverse, weights, dtype)
-        if out is None:
-            return _Combine.forward(ctx, rows, weights, order, inverse)
+        ctx.fused = dtype is not None
         ctx.save_for_backward(rows, weights, order, inverse)
+        out = dispatch.run_kernels(_rows("combine"), rows, inverse, weights, dtype) if ctx.fused else None
+        if out is None:
+            out = (rows.index_select(0, inverse.flatten()).unflatten(0, inverse.shape) * weights[..., None]).sum(1)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        rows, weights, _, inverse = ctx.saved_tensors
-        grads = dispatch.run_kernels(_rows("combine_backward"), grad, rows, inverse, weights)
-        grads = _Combine.backward(ctx, grad.to(weights.dtype))[:2] if grads is None else grads
+        rows, weights, order, inverse = ctx.saved_tensors
+        grads = dispatch.run_kernels(_rows("combine_backward"), grad, rows, inverse, weights) if ctx.fused else None
+        if grads is None:
+            grad = grad.to(weights.dtype).index_select(0, order // weights.shape[1])
+            grads = (grad * weights.flatten()[order, None]).to(rows.dtype), (rows * grad).sum(-1)[inverse]
         return *grads, None, None, None
 
 
@@ -217,15 +203,15 @@ def fused_experts(
         return None
     if gate_up.device != x.device:  # offloaded bytes
         return None
-    tokens = max(1, MOST_PAIRS // expert_ids.shape[1])
+    tokens, pairs = max(1, MOST_PAIRS // expert_ids.shape[1]), (x, expert_ids, expert_weights)
     weights = gate_up, down, *(scales or (None, None)), beta, linear_beta, elsewhere
+    if len(x) <= tokens:
+        return dispatch.run_first(_kernels(*pairs, *weights), *pairs, *weights)
     parts = [
         dispatch.run_first(_kernels(*part, *weights), *part, *weights)
-        for part in zip(x.split(tokens), expert_ids.split(tokens), expert_weights.split(tokens), strict=True)
+        for part in zip(*(tensor.split(tokens) for tensor in pairs), strict=True)
     ]
-    if any(part is None for part in parts):
-        return None
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return None if any(part is None for part in parts) else torch.cat(parts)
 
 
 def groups_on_device(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:

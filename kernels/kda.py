@@ -167,12 +167,9 @@ def fused_kda(
     if takes_kernels(inputs, parameters, initial_state):
         sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         _check_state(initial_state, (sequences, *k.shape[2:], v.shape[3]))
-        inputs_by_token, tensors = inputs.by_token(), (*parameters.tensors, initial_state)
-        if dispatch.needs_grad(*inputs, *tensors):
-            numbers = parameters.with_tensors(None, None)
-            results = dispatch.run_kernels(_FusedKDA.apply, numbers, cu_seqlens, *inputs_by_token, *tensors)
-        else:
-            results = dispatch.run_kernels(_forward_kernels, inputs_by_token, parameters, initial_state, cu_seqlens)
+        tensors = *inputs.by_token(), *parameters.tensors, initial_state
+        options = parameters.with_tensors(None, None), cu_seqlens
+        results = dispatch.run_differentiable(_forward, _backward, tensors, options)
         if results is not None:
             return results
     return composed_kda(inputs, parameters, initial_state, cu_seqlens)
@@ -282,24 +279,15 @@ def _forward_kernels(inputs, parameters, initial_state, cu_seqlens, checkpoint_e
     return results if checkpoint_every else results[:2]
 
 
-class _FusedKDA(torch.autograd.Function):
-    """The Triton kernels; the backward pass recomputes from the inputs."""
+def _forward(tensors, options, _):
+    (*inputs, A_log, dt_bias, initial_state), (numbers, cu_seqlens) = tensors, options
+    parameters = numbers.with_tensors(A_log, dt_bias)
+    return _forward_kernels(KDAInputs(*inputs), parameters, initial_state, cu_seqlens), ()
 
-    @staticmethod
-    def forward(ctx, numbers, cu_seqlens, *tensors):
-        """`tensors`: the inputs, A_log, dt_bias and the initial state, or None for it."""
-        ctx.numbers = numbers
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(cu_seqlens, *tensors)
-        *inputs, A_log, dt_bias, initial_state = tensors
-        return _forward_kernels(KDAInputs(*inputs), numbers.with_tensors(A_log, dt_bias), initial_state, cu_seqlens)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
-        cu_seqlens, *inputs, A_log, dt_bias, initial_state = ctx.saved_tensors
-        parameters = ctx.numbers.with_tensors(A_log, dt_bias)
-        return None, None, *gradients(KDAInputs(*inputs), parameters, initial_state, cu_seqlens, *grads)
+def _backward(tensors, _, options, grads):
+    (*inputs, A_log, dt_bias, initial_state), (numbers, cu_seqlens) = tensors, options
+    return gradients(KDAInputs(*inputs), numbers.with_tensors(A_log, dt_bias), initial_state, cu_seqlens, *grads)
 
 
 def gradients(
@@ -314,12 +302,11 @@ def gradients(
     """Gradients of the inputs, A_log, dt_bias and the initial state (None without), by kernels or else in torch.
 
     Args:
-        d_out, d_final: of the results, None where nothing depends on one.
+        d_out, d_final: of the results, contiguous, None where nothing depends on one.
         final_of: makes the gradient of the final states out of that of the initial states under `d_final`, where what
             follows lies elsewhere (`kda_context`).
     """
-    d_out = inputs.v.new_zeros(inputs.v.shape) if d_out is None else d_out.contiguous()
-    d_final = None if d_final is None else d_final.contiguous()
+    d_out = inputs.v.new_zeros(inputs.v.shape) if d_out is None else d_out
     initial_state = None if initial_state is None else initial_state.contiguous()
     if takes_kernels(inputs, parameters, initial_state):
         from . import kda_backward_triton

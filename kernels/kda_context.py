@@ -44,7 +44,8 @@ def part_kda(
     inputs = kda.KDAInputs(q, k, v, g, beta)
     if dispatch.needs_grad(*inputs, *parameters.tensors):
         numbers = parameters.with_tensors(None, None)
-        return _PartKDA.apply(numbers, cu_seqlens, exchange, *inputs, *parameters.tensors)
+        options, tensors = (numbers, cu_seqlens, exchange), (*inputs, *parameters.tensors)
+        return dispatch.Differentiable.apply(_of_part, _gradients, options, *tensors)
     return _forward(inputs, parameters, cu_seqlens, exchange)[:2]
 
 
@@ -105,29 +106,20 @@ def _forward_kernels(inputs, parameters, cu_seqlens, exchange):
     return out, final, *states
 
 
-class _PartKDA(torch.autograd.Function):
-    """The backward pass recomputes from the inputs and the initial states."""
+def _of_part(tensors, options, _):
+    (*inputs, A_log, dt_bias), (numbers, *rest) = tensors, options
+    out, final, *kept = _forward(kda.KDAInputs(*inputs), numbers.with_tensors(A_log, dt_bias), *rest)
+    return (out, final), kept
 
-    @staticmethod
-    def forward(ctx, numbers, cu_seqlens, exchange, *tensors):
-        """`tensors`: the inputs, A_log and dt_bias."""
-        ctx.numbers, ctx.exchange = numbers, exchange
-        ctx.set_materialize_grads(False)
-        *inputs, A_log, dt_bias = tensors
-        parameters = numbers.with_tensors(A_log, dt_bias)
-        out, final, entry, kept = _forward(kda.KDAInputs(*inputs), parameters, cu_seqlens, exchange)
-        ctx.save_for_backward(cu_seqlens, kept, *tensors, entry)
-        return out, final
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out, d_final):
-        cu_seqlens, kept, *inputs, A_log, dt_bias, entry = ctx.saved_tensors
+def _gradients(tensors, kept, options, grads):
+    (*inputs, A_log, dt_bias), (numbers, cu_seqlens, exchange), (d_out, d_final) = tensors, options, grads
+    entry, of_exchange = kept
 
-        def final_of(d_entry):
-            found = ctx.exchange.end_gradients(d_entry, kept)
-            return (found if d_final is None else found + d_final).contiguous()
+    def final_of(d_entry):
+        found = exchange.end_gradients(d_entry, of_exchange)
+        return (found if d_final is None else found + d_final).contiguous()
 
-        parameters = ctx.numbers.with_tensors(A_log, dt_bias)
-        *grads, _ = kda.gradients(kda.KDAInputs(*inputs), parameters, entry, cu_seqlens, d_out, d_final, final_of)
-        return None, None, None, *grads
+    parameters = numbers.with_tensors(A_log, dt_bias)
+    *found, _ = kda.gradients(kda.KDAInputs(*inputs), parameters, entry, cu_seqlens, d_out, d_final, final_of)
+    return found

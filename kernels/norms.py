@@ -10,13 +10,13 @@ MAX_WIDTH = 16384
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) over the last dimension, rounded to the dtype of x **before** the weight comes in (two roundings)."""
-    out = _fused(x, None, weight, eps, torch.promote_types(x.dtype, weight.dtype))
+    out = _fused(x, None, weight, eps)
     return _composed(x, None, weight, eps) if out is None else out
 
 
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight * sigmoid(gate) over the last dimension: rounded once, to the dtype of x."""
-    out = _fused(x, gate, weight, eps, x.dtype)
+    out = _fused(x, gate, weight, eps)
     return _composed(x, gate, weight, eps) if out is None else out
 
 
@@ -28,36 +28,23 @@ def _composed(x, gate, weight, eps):
     return (wide * weight.to(wide.dtype) * torch.sigmoid(gate.to(wide.dtype))).to(x.dtype)
 
 
-def _fused(x, gate, weight, eps, dtype):
+def _fused(x, gate, weight, eps):
     """Either norm as one Triton kernel; None where that does not run."""
     tensors = [x, weight] if gate is None else [x, gate, weight]
     if dispatch.triton_refusal(*tensors) is not None or x.numel() == 0 or x.shape[-1] > MAX_WIDTH:
         return None
-    run = _Norm.apply if dispatch.needs_grad(*tensors) else _forward
-    return dispatch.run_kernels(run, x, gate, weight, eps, dtype)
+    return dispatch.run_differentiable(_forward, _backward, (x, gate, weight), eps)
 
 
-def _forward(*arguments):
+def _forward(tensors, eps, _):
     from . import norms_triton
 
-    return norms_triton.forward(*arguments)
+    return norms_triton.forward(*tensors, eps), ()
 
 
-class _Norm(torch.autograd.Function):
-    """The Triton kernels; the roundings of the plain norm have no gradient, as in the reference."""
+def _backward(tensors, _, eps, grads):
+    """The roundings of the plain norm have no gradient, as in the reference."""
+    from . import norms_triton
 
-    @staticmethod
-    def forward(ctx, x, gate, weight, eps, dtype):
-        ctx.eps = eps
-        ctx.save_for_backward(x, gate, weight)
-        return _forward(x, gate, weight, eps, dtype)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out):
-        from . import norms_triton
-
-        grads = dispatch.run_kernels(norms_triton.backward, *ctx.saved_tensors, ctx.eps, d_out.contiguous())
-        if grads is None:
-            grads = dispatch.recomputed(lambda *leaves: (_composed(*leaves, ctx.eps),), ctx.saved_tensors, [d_out])
-        return *grads, None, None
+    found = dispatch.run_kernels(norms_triton.backward, *tensors, eps, *grads)
+    return found or dispatch.recomputed(lambda *leaves: (_composed(*leaves, eps),), tensors, grads)

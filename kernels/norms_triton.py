@@ -72,8 +72,9 @@ def _blocks(width: int) -> tuple[int, int, int]:
     return columns, max(1, 2048 // columns), max(1, min(16, max(columns, 2048) // 1024))
 
 
-def forward(x, gate, weight, eps, dtype):
-    """x and gate (None for the plain norm) [..., D], weight [D] -> [..., D] of `dtype`."""
+def forward(x, gate, weight, eps):
+    """x and gate (None for the plain norm) [..., D], weight [D] -> [..., D]; the plain norm's type is that of both."""
+    dtype = torch.promote_types(x.dtype, weight.dtype) if gate is None else x.dtype
     out = torch.empty(x.shape, device=x.device, dtype=dtype)
     columns, block, warps = _blocks(x.shape[-1])
     rows, gates = tools.rows(x), None if gate is None else tools.rows(gate)

@@ -33,8 +33,8 @@ def choose_experts(
     """
     plain = groups == kept_groups and logits.dtype == torch.float32 and 0 < logits.shape[-1] <= MAX_EXPERTS
     if plain and dispatch.triton_refusal(logits, bias) is None and len(logits):
-        run = _Choose.apply if dispatch.needs_grad(logits) else _run
-        results = dispatch.run_kernels(run, logits, bias, top_k, renormalize, scaling)
+        options = top_k, renormalize, scaling
+        results = dispatch.run_differentiable(_forward, _backward, (logits, bias), options)
         if results is not None:
             return results
     return _composed(logits, bias, top_k, renormalize, scaling, groups, kept_groups)
@@ -63,35 +63,24 @@ def _limit_groups(choice, groups, kept):
     return grouped.masked_fill(dropped[..., None], float("-inf")).flatten(-2)
 
 
-class _Choose(torch.autograd.Function):
-    """The Triton kernels; only the logits of chosen experts have a gradient."""
-
-    @staticmethod
-    def forward(ctx, logits, bias, top_k, renormalize, scaling):
-        chosen, weights = _run(logits, bias, top_k, renormalize, scaling)
-        ctx.options = renormalize, scaling
-        ctx.save_for_backward(logits, chosen)
-        ctx.mark_non_differentiable(chosen)
-        return chosen, weights
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, _, d_weights):
-        from . import router_triton
-
-        logits, chosen = ctx.saved_tensors
-        grad = dispatch.run_kernels(router_triton.backward, logits, chosen, d_weights, *ctx.options)
-        if grad is None:
-
-            def weights_of(picked):
-                return (_weigh(torch.sigmoid(picked), *ctx.options),)
-
-            (picked,) = dispatch.recomputed(weights_of, [logits.gather(-1, chosen)], [d_weights])
-            grad = torch.zeros_like(logits).scatter_(-1, chosen, picked)
-        return grad, None, None, None, None
-
-
-def _run(*arguments):
+def _forward(tensors, options, _):
     from . import router_triton
 
-    return router_triton.run(*arguments)
+    chosen, weights = router_triton.run(*tensors, *options)
+    return (chosen, weights), (chosen,)
+
+
+def _backward(tensors, kept, options, grads):
+    """Only the logits of chosen experts have a gradient."""
+    from . import router_triton
+
+    (logits, _), (chosen,), (_, *numbers), (_, d_weights) = tensors, kept, options, grads
+    grad = dispatch.run_kernels(router_triton.backward, logits, chosen, d_weights, *numbers)
+    if grad is None:
+
+        def weights_of(picked):
+            return (_weigh(torch.sigmoid(picked), *numbers),)
+
+        (picked,) = dispatch.recomputed(weights_of, [logits.gather(-1, chosen)], [d_weights])
+        grad = torch.zeros_like(logits).scatter_(-1, chosen, picked)
+    return grad, None

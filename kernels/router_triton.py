@@ -75,12 +75,12 @@ def run(logits, bias, top_k, renormalize, scaling):
 
 
 def backward(logits, chosen, d_weights, renormalize, scaling):
-    """Gradient of the logits [T, E] float32 from that of the weights [T, K]."""
+    """Gradient of the logits [T, E] float32 from that of the weights [T, K], contiguous."""
     (tokens, experts), top_k = logits.shape, chosen.shape[1]
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     d_logits = torch.empty(tokens, experts, device=logits.device, dtype=torch.float32)
     choose_backward_kernel[(tokens,)](
-        logits=logits, chosen=chosen, d_weights=d_weights.contiguous(), d_logits=d_logits, stride=logits.stride(0),
+        logits=logits, chosen=chosen, d_weights=d_weights, d_logits=d_logits, stride=logits.stride(0),
         scaling=float(scaling), E=experts, BE=tools.next_power_of_2(experts), K=top_k,
         BK=tools.next_power_of_2(top_k), RENORMALIZE=renormalize, PTX=tools.USE_PTX, num_warps=1,
     )  # fmt: skip

@@ -82,8 +82,8 @@ def _outputs(inputs, weights, tails, cu_seqlens):
     """Outputs for inputs of one shape and stride."""
     # The kernel has no gradient for the tails, which only a cache that is trained through would need.
     if dispatch.triton_refusal(*inputs, *weights) is None and not dispatch.needs_grad(*(tails or ())):
-        function = _ShortConvs.apply if dispatch.needs_grad(*inputs, *weights) else _forward
-        outputs = dispatch.run_kernels(function, cu_seqlens, len(inputs), *inputs, *weights, *(tails or ()))
+        tensors = *map(dispatch.token_rows, inputs), *(x.contiguous() for x in (*weights, *(tails or ())))
+        outputs = dispatch.run_differentiable(_forward, _backward, tensors, (len(inputs), cu_seqlens))
         if outputs is not None:
             return outputs
     return tuple(_composed(*each, cu_seqlens) for each in _each(inputs, weights, tails))
@@ -99,49 +99,31 @@ def _composed(x, weight, tail, cu_seqlens):
     return F.silu(total).to(x.dtype)
 
 
-def _laid_out(count, tensors):
-    """`count` inputs, their weights and perhaps their tails, as the kernels read them."""
-    return *map(dispatch.token_rows, tensors[:count]), *(tensor.contiguous() for tensor in tensors[count:])
-
-
-def _parted(count, tensors):
+def _parted(tensors, count):
     """(inputs, weights, tails or None)."""
     return tensors[:count], tensors[count : 2 * count], tensors[2 * count :] or None
 
 
-def _forward(cu_seqlens, count, *tensors):
+def _forward(tensors, options, _):
     from . import short_conv_triton
 
-    return short_conv_triton.forward(*_parted(count, _laid_out(count, tensors)), cu_seqlens)
+    count, cu_seqlens = options
+    return short_conv_triton.forward(*_parted(tensors, count), cu_seqlens), ()
 
 
-class _ShortConvs(torch.autograd.Function):
-    """The Triton kernels; the backward pass recomputes from the inputs."""
+def _backward(tensors, _, options, grads):
+    from . import short_conv_triton
 
-    @staticmethod
-    def forward(ctx, cu_seqlens, count, *tensors):
-        from . import short_conv_triton
+    count, cu_seqlens = options
+    inputs, weights, tails = _parted(tensors, count)
+    found = dispatch.run_kernels(short_conv_triton.backward, inputs, weights, tails, cu_seqlens, tuple(grads))
+    if found is None:
 
-        tensors, ctx.count = _laid_out(count, tensors), count
-        ctx.save_for_backward(cu_seqlens, *tensors)
-        return short_conv_triton.forward(*_parted(count, tensors), cu_seqlens)
+        def composed(*leaves):
+            return [_composed(*each, cu_seqlens) for each in _each(*_parted(leaves, count)[:2], tails)]
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
-        from . import short_conv_triton
-
-        cu_seqlens, *tensors = ctx.saved_tensors
-        inputs, weights, tails = _parted(ctx.count, tuple(tensors))
-        grads = tuple(grad.contiguous() for grad in grads)
-        found = dispatch.run_kernels(short_conv_triton.backward, inputs, weights, tails, cu_seqlens, grads)
-        if found is None:
-
-            def composed(*leaves):
-                return [_composed(*each, cu_seqlens) for each in _each(*_parted(ctx.count, leaves)[:2], tails)]
-
-            found = dispatch.recomputed(composed, (*inputs, *weights), grads)
-        return None, None, *found, *(None,) * len(tails or ())
+        found = dispatch.recomputed(composed, (*inputs, *weights), grads)
+    return *found, *(None for _ in tails or ())
 
 
 def advance_tail(

@@ -45,29 +45,17 @@ def _fused(gate, up, beta, linear_beta):
     tensors = [gate] if up is None else [gate, up]
     if dispatch.triton_refusal(*tensors) is not None or gate.dtype != tensors[-1].dtype or gate.numel() == 0:
         return None
-    run = _Glu.apply if dispatch.needs_grad(*tensors) else _forward
-    return dispatch.run_kernels(run, gate, up, beta, linear_beta)
+    return dispatch.run_differentiable(_forward, _backward, (gate, up), (beta, linear_beta))
 
 
-def _forward(*arguments):
+def _forward(tensors, betas, _):
     from . import situ_triton
 
-    return situ_triton.forward(*arguments)
+    return situ_triton.forward(*tensors, *betas), ()
 
 
-class _Glu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate, up, beta, linear_beta):
-        ctx.betas = beta, linear_beta
-        ctx.save_for_backward(gate, up)
-        return _forward(gate, up, beta, linear_beta)
+def _backward(tensors, _, betas, grads):
+    from . import situ_triton
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out):
-        from . import situ_triton
-
-        grads = dispatch.run_kernels(situ_triton.backward, *ctx.saved_tensors, *ctx.betas, d_out.contiguous())
-        if grads is None:
-            grads = dispatch.recomputed(lambda *leaves: (_composed(*leaves, *ctx.betas),), ctx.saved_tensors, [d_out])
-        return *grads, None, None
+    found = dispatch.run_kernels(situ_triton.backward, *tensors, *betas, *grads)
+    return found or dispatch.recomputed(lambda *leaves: (_composed(*leaves, *betas),), tensors, grads)

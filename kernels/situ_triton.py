@@ -59,8 +59,9 @@ def glu_backward_kernel(
 
 
 def _launch(kernel, gate, up, beta, linear_beta, **arguments):
-    gates, ups = (tools.rows(x) for x in _halves(gate, up))
-    width = gates.shape[-1]
+    gate, up = _halves(gate, up)
+    gates, ups = tools.rows(gate), tools.rows(up)
+    width = gates.shape[1]
     kernel[(len(gates) * tools.cdiv(width, BLOCK),)](
         gate=gates, up=ups, stride_gate=gates.stride(0), stride_up=ups.stride(0), **arguments, beta=beta or 1.0,
         linear_beta=linear_beta or 1.0, M=width, BLOCK=BLOCK, SITU=beta is not None, CAPPED=linear_beta is not None,

@@ -77,9 +77,9 @@ def moved(tokens, top_k, size):
     """Rows to their experts' order and back, as in training, without the products between."""
     order = torch.randperm(tokens * top_k, device="cuda")
     inverse = order.argsort().view(tokens, top_k)
-    rows = experts._FusedSpread.apply(random(tokens, size, grad=True), order, inverse)
+    rows = experts._Spread.apply(random(tokens, size, grad=True), order, inverse, True)
     weights = random(tokens, top_k, dtype=torch.float32, grad=True)
-    return experts._FusedCombine.apply(rows, weights, order, inverse, rows.dtype)
+    return experts._Combine.apply(rows, weights, order, inverse, rows.dtype)
 
 
 def results():

@@ -116,7 +116,7 @@ def test_each_kernel_alone(sizes, dtype, poisoned):
     """Sums in float32, and rounded once: half precision agrees with float64 to the last bit but for ties."""
     rows, order, inverse, weights, grad = moves(*sizes, dtype)
     exact = rows.double().requires_grad_(), weights.double().requires_grad_()
-    out = experts._Combine.apply(*exact, order, inverse)
+    out = experts._Combine.apply(*exact, order, inverse, None)
     d_rows, d_weights = torch.autograd.grad(out, exact, grad.double())
     step = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}[dtype]
     got = expert_rows_triton.combine(rows, inverse, weights, torch.float32)
