@@ -58,21 +58,11 @@ def in_order(output: str, answers: tuple[str, ...]) -> float:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a task is asked to make: one text of the plan."""
-
-    rng: random.Random
-    haystack: Haystack
-    length: int
-    depth: float | None
-
-
-@dataclass(frozen=True)
 class Task:
     """One kind of question.
 
     Attributes:
-        make: a draft for `Asked`.
+        make: (rng, haystack, text of the plan) -> its draft.
         about: one line for the report.
         chance: expected score of an answer of the right kind by somebody who did not read the text.
         room: the least number of tokens that an answer is allowed; RULER's where it has the task.
@@ -82,7 +72,7 @@ class Task:
     """
 
     name: str
-    make: Callable[[Asked], Draft]
+    make: Callable[[random.Random, Haystack, "Unit"], Draft]
     about: str
     chance: float
     room: int
@@ -95,14 +85,12 @@ class Task:
         return self.score is contained and contained(output, answers) == 1
 
 
-def _hidden(
-    asked: Asked, head: str, facts: list[tuple[float, str]], questions: list[Question], values=(), units=None
-) -> Draft:
+def _hidden(rng, haystack, head, facts, questions, values=(), units=None) -> Draft:
     """A draft of filler with facts (depth, text) between its units; they and `values` may occur in it only once."""
-    lines = units or asked.haystack.units(asked.rng)
+    lines = units or haystack.units(rng)
     # An rng of its own, so that the end of the text does not depend on how many units were drawn.
-    filling = asked.haystack.characters(random.Random(asked.rng.random()))
-    separator = "\n" if units else asked.haystack.separator
+    filling = haystack.characters(random.Random(rng.random()))
+    separator = "\n" if units else haystack.separator
     facts = sorted(facts, key=lambda fact: fact[0])
 
     def build(count):
@@ -132,13 +120,12 @@ def _needles(keys=1, values=1, together=False, key=_word, kind="number", needles
     """RULER's needles: `values` numbers for each of `keys` keys, asked one key at a time or all `together`."""
     value = _number if kind == "number" else _uuid
 
-    def make(asked: Asked) -> Draft:
-        rng = asked.rng
+    def make(rng: random.Random, haystack: Haystack, unit: "Unit") -> Draft:
         names = distinct(lambda: key(rng), keys)
         told = distinct(lambda: value(rng), keys * values)
         answers = {name: tuple(told[i * values : (i + 1) * values]) for i, name in enumerate(names)}
-        if asked.depth is not None:
-            depths = [asked.depth]
+        if unit.depth is not None:
+            depths = [unit.depth]
         else:  # as RULER: distinct ones of 40 depths from the start to the end
             depths = [step / 39 for step in rng.sample(range(40), keys * values)]
         depth_of = dict(zip(told, depths, strict=True))
@@ -163,7 +150,7 @@ def _needles(keys=1, values=1, together=False, key=_word, kind="number", needles
             f"I will quiz you about the {kind}{many} afterwards.\n"
         )
         lines = growing(_needle_lines(rng, key, value, kind, names, told)) if needles_only else None
-        return _hidden(asked, head, facts, questions, told, lines)
+        return _hidden(rng, haystack, head, facts, questions, told, lines)
 
     return make
 
@@ -177,9 +164,9 @@ def _needle_lines(rng, key, value, kind, keys, values):
         yield NEEDLE.format(kind=kind, key=name, value=number) + "\n"
 
 
-def _tracking(asked: Asked) -> Draft:
+def _tracking(rng: random.Random, haystack: Haystack, unit: "Unit") -> Draft:
     """RULER's variable tracking: one value handed on along a chain of four hops."""
-    rng, hops = asked.rng, 4
+    hops = 4
     names = distinct(lambda: "".join(rng.choices(LETTERS, k=5)), hops + 1)
     value = str(rng.randint(10_000, 99_999))
     steps = [
@@ -193,13 +180,12 @@ def _tracking(asked: Asked) -> Draft:
         f"Answer: According to the chain(s) of variable assignment in the text above, {len(names)} variables are "
         f"assigned the value {value}, they are:"
     )
-    return _hidden(asked, head, facts, [Question(tail, tuple(names))])
+    return _hidden(rng, haystack, head, facts, [Question(tail, tuple(names))])
 
 
-def _common_words(asked: Asked) -> Draft:
+def _common_words(rng: random.Random, haystack: Haystack, unit: "Unit") -> Draft:
     """RULER's common words: ten words of a list occur 30 times in it, all others 3 times (6 and 1 below 4k)."""
-    rng = asked.rng
-    often, seldom = (30, 3) if asked.length >= 4096 else (6, 1)
+    often, seldom = (30, 3) if unit.length >= 4096 else (6, 1)
     common = distinct(lambda: invented(rng), 10)
     others, order = growing(different(lambda: invented(rng), common)), rng.random()
 
@@ -216,13 +202,13 @@ def _common_words(asked: Asked) -> Draft:
         "\nQuestion: What are the 10 most common words in the above list? "
         "Answer: The top 10 words that appear most often in the list are:"
     )
-    return Draft(head, build, 10, asked.haystack.characters(rng))
+    return Draft(head, build, 10, haystack.characters(rng))
 
 
-def _frequent_words(asked: Asked) -> Draft:
+def _frequent_words(rng: random.Random, haystack: Haystack, unit: "Unit") -> Draft:
     """RULER's frequent words: the count falls with the square of the rank; dots come first, then the answers."""
-    rng, norm = asked.rng, math.pi**2 / 6
-    coded = distinct(lambda: "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)), max(asked.length // 50, 8))
+    norm = math.pi**2 / 6
+    coded = distinct(lambda: "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)), max(unit.length // 50, 8))
     order = rng.random()
 
     def build(count):
@@ -241,12 +227,11 @@ def _frequent_words(asked: Asked) -> Draft:
         "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
         "appeared words are:"
     )
-    return Draft(head, build, 110, asked.haystack.characters(rng))  # from 110 words on the fourth is rarer
+    return Draft(head, build, 110, haystack.characters(rng))  # from 110 words on the fourth is rarer
 
 
-def _associative(asked: Asked) -> Draft:
+def _associative(rng: random.Random, haystack: Haystack, unit: "Unit") -> Draft:
     """Multi-query associative recall (Arora et al. 2023): a text of keys and values, several of which are asked for."""
-    rng = asked.rng
     keys = distinct(lambda: invented(rng), PAIRS_ASKED)
     pairs = {key: rng.choice(NOUNS) for key in keys}
     depths = [(i + 0.5) / PAIRS_ASKED for i in range(PAIRS_ASKED)]
@@ -256,21 +241,20 @@ def _associative(asked: Asked) -> Draft:
         for key, depth in zip(keys, depths, strict=True)
     ]
     facts = [(depth, f"{key}: {pairs[key]}") for key, depth in zip(keys, depths, strict=True)]
-    return _hidden(asked, ASSOCIATIVE_HEAD, facts, questions, units=growing(lines))
+    return _hidden(rng, haystack, ASSOCIATIVE_HEAD, facts, questions, units=growing(lines))
 
 
-def _palindrome(asked: Asked) -> Draft:
+def _palindrome(rng: random.Random, haystack: Haystack, unit: "Unit") -> Draft:
     """A sequence of letters hidden in the text, to be written backwards (the task of Kimi Linear, in text)."""
-    letters = asked.rng.sample(NO_WORDS, SEQUENCE)
+    letters = rng.sample(NO_WORDS, SEQUENCE)
     head = "A sequence of letters is hidden within the following text. Memorize it.\n"
     tail = "\nWrite the letters of the sequence in reverse order, from the last to the first:"
     fact = f"The sequence is: {' '.join(letters)}."
-    return _hidden(asked, head, [(asked.depth, fact)], [Question(tail, tuple(reversed(letters)), asked.depth)])
+    return _hidden(rng, haystack, head, [(unit.depth, fact)], [Question(tail, tuple(reversed(letters)), unit.depth)])
 
 
-def _stack(asked: Asked) -> Draft:
+def _stack(rng: random.Random, haystack: Haystack, unit: "Unit") -> Draft:
     """Words pushed on stacks and popped from them; the question is what lies on top at the end (Kimi Linear's task)."""
-    rng = asked.rng
     lines, words, tops = [], [[] for _ in range(STACKS)], []
 
     def step():
@@ -295,17 +279,16 @@ def _stack(asked: Asked) -> Draft:
         return "".join(lines[:count]), questions
 
     head = f"Words are pushed on {STACKS} stacks and popped from them. Keep track of what lies on top.\n"
-    return Draft(head, build, 2 * STACKS, asked.haystack.characters(rng))
+    return Draft(head, build, 2 * STACKS, haystack.characters(rng))
 
 
 def _facts(told: int):
     """The facts that the small checkpoint was trained on, about people whom its training never named."""
 
-    def make(asked: Asked) -> Draft:
-        rng = asked.rng
+    def make(rng: random.Random, haystack: Haystack, unit: "Unit") -> Draft:
         names = rng.sample(HELD_OUT_NAMES, told)
         values = distinct(lambda: str(rng.randint(10_000, 99_999)), told)
-        depths = [asked.depth] if told == 1 else [rng.random() for _ in names]
+        depths = [unit.depth] if told == 1 else [rng.random() for _ in names]
         attribute = "secret number"
         statement = STATEMENTS[attribute][0]
         facts = [(d, statement.format(name=n, value=v)) for d, n, v in zip(depths, names, values, strict=True)]
@@ -313,7 +296,7 @@ def _facts(told: int):
             Question("\n" + QUESTION.format(attribute=attribute, name=n), (v,), d)
             for d, n, v in zip(depths, names, values, strict=True)
         ]
-        return _hidden(asked, "", facts, questions, values)
+        return _hidden(rng, haystack, "", facts, questions, values)
 
     return make
 
@@ -367,7 +350,7 @@ class Unit:
 
     def _draft(self, seed, haystack, attempt=0):
         name = f"{seed}/{self.task}/{self.length}/{self.depth}/{self.sample}/{haystack.name}/{attempt}"
-        return TASKS[self.task].make(Asked(random.Random(name), haystack, self.length, self.depth))
+        return TASKS[self.task].make(random.Random(name), haystack, self)
 
     def needs(self, seed: int, haystack: Haystack, tokens: Tokens) -> int:
         """The smallest number of tokens that this text can have."""
