@@ -169,10 +169,7 @@ def _tracking(rng: random.Random, haystack: Haystack, unit: "Unit") -> Draft:
     hops = 4
     names = distinct(lambda: "".join(rng.choices(LETTERS, k=5)), hops + 1)
     value = str(rng.randint(10_000, 99_999))
-    steps = [
-        f"VAR {names[0]} = {value}",
-        *(f"VAR {new} = VAR {old}" for old, new in itertools.pairwise(names)),
-    ]
+    steps = [f"VAR {names[0]} = {value}", *(f"VAR {new} = VAR {old}" for old, new in itertools.pairwise(names))]
     facts = list(zip(sorted(rng.random() for _ in steps), steps, strict=True))
     head = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     tail = (
@@ -282,19 +279,19 @@ def _stack(rng: random.Random, haystack: Haystack, unit: "Unit") -> Draft:
     return Draft(head, build, 2 * STACKS, haystack.characters(rng))
 
 
-def _facts(told: int):
+def _facts(count: int):
     """The facts that the small checkpoint was trained on, about people whom its training never named."""
 
     def make(rng: random.Random, haystack: Haystack, unit: "Unit") -> Draft:
-        names = rng.sample(HELD_OUT_NAMES, told)
-        values = distinct(lambda: str(rng.randint(10_000, 99_999)), told)
-        depths = [unit.depth] if told == 1 else [rng.random() for _ in names]
+        names = rng.sample(HELD_OUT_NAMES, count)
+        values = distinct(lambda: str(rng.randint(10_000, 99_999)), count)
+        depths = [unit.depth] if count == 1 else [rng.random() for _ in names]
+        told = list(zip(depths, names, values, strict=True))
         attribute = "secret number"
-        statement = STATEMENTS[attribute][0]
-        facts = [(d, statement.format(name=n, value=v)) for d, n, v in zip(depths, names, values, strict=True)]
+        statement, question = STATEMENTS[attribute][0], "\n" + QUESTION
+        facts = [(depth, statement.format(name=name, value=value)) for depth, name, value in told]
         questions = [
-            Question("\n" + QUESTION.format(attribute=attribute, name=n), (v,), d)
-            for d, n, v in zip(depths, names, values, strict=True)
+            Question(question.format(attribute=attribute, name=name), (value,), depth) for depth, name, value in told
         ]
         return _hidden(rng, haystack, "", facts, questions, values)
 
