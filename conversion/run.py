@@ -87,8 +87,6 @@ def convert(
 
 
 def _check_place(source, destination, work, overwrite):
-    if not source.is_dir():
-        raise ConversionError(f"there is no checkpoint folder {source}")
     real = source.resolve()
     for place in (destination, work):
         if real == place or real in place.parents or place in real.parents:
@@ -195,9 +193,9 @@ def _write_shard(shard: Shard, files: Path, pool: ThreadPoolExecutor, bar) -> No
         bar.update(shard.nbytes)
         return
     unfinished = path.with_suffix(".tmp")
-    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     rounding = {}
-    try:
+    with unfinished.open("wb") as file:
+        descriptor = file.fileno()
         os.ftruncate(descriptor, size)  # what no step writes is zero: the tail of `A_log`
         os.pwrite(descriptor, head, 0)
         jobs = [pool.submit(carry_out, step, shard, descriptor, begins) for step in shard.steps]
@@ -211,8 +209,6 @@ def _write_shard(shard: Shard, files: Path, pool: ThreadPoolExecutor, bar) -> No
                 job.cancel()
             wait(jobs)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     if rounding:
         _write_text(files.parent / f"{shard.name}.rounding", json.dumps(rounding))
     unfinished.replace(path)
@@ -225,7 +221,8 @@ def _write_shard(shard: Shard, files: Path, pool: ThreadPoolExecutor, bar) -> No
 def _side_files(checkpoint: Checkpoint, plan: Plan) -> list[Path]:
     """Tokenizer, generation settings and whatever else lies beside the weights, as paths in the folder.
 
-    Code goes along only with a configuration that names it: the model's own, or that of a tokenizer or processor.
+    So does config.json where the plan has no other one. Code goes along only with a configuration that names it: the
+    model's own, or that of a tokenizer or processor.
     """
     folder, chosen = checkpoint.folder, []
     if (folder / "adapter_config.json").is_file():
@@ -238,8 +235,9 @@ def _side_files(checkpoint: Checkpoint, plan: Plan) -> list[Path]:
         for path in folder.glob("*_config.json")
         if path.name != "generation_config.json"
     )
+    written = {REPORT} if plan.config is None else {REPORT, "config.json"}
     for path in sorted([*folder.iterdir(), *folder.glob("kernels/*.py"), *folder.glob("additional_chat_templates/*")]):
-        if not path.is_file() or path.name in ("config.json", REPORT) or path.name.endswith(_NOT_SIDE_FILES):
+        if not path.is_file() or path.name in written or path.name.endswith(_NOT_SIDE_FILES):
             continue
         if path.stat().st_size > _LARGEST_SIDE_FILE or (path.suffix == ".py" and not code):
             continue
@@ -252,10 +250,7 @@ def _finish(checkpoint, plan, side_files, files):
         (files / path).parent.mkdir(exist_ok=True)
         shutil.copyfile(checkpoint.folder / path, files / path)
         _sync(files / path)
-    if plan.config is None:
-        shutil.copyfile(checkpoint.folder / "config.json", files / "config.json")
-        _sync(files / "config.json")
-    else:
+    if plan.config is not None:
         _write_text(files / "config.json", json.dumps(plan.config, indent=2, sort_keys=True) + "\n")
     reports = sorted(files.parent.glob("*.rounding"))
     if reports:

@@ -114,17 +114,13 @@ class Stored:
     offset: int
 
     @property
-    def itemsize(self) -> int:
-        return ITEM_BYTES[self.dtype]
-
-    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one entry of the first dimension."""
-        return math.prod(self.shape[1:]) * self.itemsize
+        return math.prod(self.shape[1:]) * ITEM_BYTES[self.dtype]
 
     def rows(self, start: int, stop: int) -> "Stored":
         """The part [start, stop) of the first dimension."""
