@@ -338,20 +338,17 @@ def fits(x, expert_ids, expert_weights, gate_up, *rest) -> bool:
     return few and many.aligned(x, gate_up, *rest[:3], columns=STEP.value)
 
 
-def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale, beta, linear_beta, elsewhere):
+def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale, *rest):
     """As `experts_triton.run`, whose arguments these are."""
-    plan, spread, h, y = many.prepared(x, expert_ids, expert_weights, gate_up, PAIRS.value, True, elsewhere)
-    tiles, count, order, routing = plan
-    for activations, weight, scale, out, rows, is_down in (
-        (spread, gate_up, gate_up_scale, h, HALF.value, False), (h, down, down_scale, y, 2 * HALF.value, True)
-    ):  # fmt: skip
-        blocks = out.shape[1] // rows
-        experts_kernel[(min(PROGRAMS * tools.multiprocessors(x.device), count * blocks),)](
+    weights, scales = (gate_up, down), (gate_up_scale, down_scale)
+    for activations, weight, scale, shared in many.products(
+        x, expert_ids, expert_weights, weights, scales, *rest, PAIRS.value, True
+    ):
+        blocks = shared["N"] // (2 * HALF.value if shared["DOWN"] else HALF.value)
+        experts_kernel[(min(PROGRAMS * tools.multiprocessors(x.device), shared["count"] * blocks),)](
             activations=described(activations.view(torch.int32), PAIRS.value, STEP.value // 2, WORDS_SHARED.value),
             weight=described(weight.view(torch.int32).flatten(0, 1), HALF.value, STEP.value // 8, WORDS_SHARED.value),
             scale=described(scale.flatten(0, 1), HALF.value, STEP.value // 32, SCALES_SHARED.value),
-            tiles=tiles, count=count, order=order, routing=routing, out=out, beta=beta or 1.0,
-            linear_beta=linear_beta or 1.0, COLUMNS=activations.shape[1], N=out.shape[1], BLOCKS=blocks, DOWN=is_down,
-            SITU=beta is not None, CAPPED=linear_beta is not None, num_warps=WARPS, maxnreg=REGISTERS,
+            BLOCKS=blocks, **shared, num_warps=WARPS, maxnreg=REGISTERS,
         )  # fmt: skip
-    return portable.summed(y, expert_ids.shape[1])
+    return portable.summed(shared["out"], expert_ids.shape[1])

@@ -371,47 +371,50 @@ def aligned(x, gate_up, down, gate_up_scale, down_scale, columns: int) -> bool:
     )
 
 
-def prepared(x, expert_ids, expert_weights, gate_up, of_tile: int, lanes: bool, elsewhere: bool):
-    """What comes before the first product.
+def products(x, expert_ids, expert_weights, weights, scales, beta, linear_beta, elsewhere, of_tile: int, lanes: bool):
+    """The two products that a kernel of packed experts is launched for, gate and up, then down.
 
     Args:
+        weights, scales: of gate and up, and of down.
         of_tile: pairs of a tile at most.
-        lanes: which of the orders of `spread_kernel` the columns of `spread` have.
+        lanes: which of the orders of `spread_kernel` the columns of the activations have.
 
-    Returns:
-        (tiles, count, order, routing) as the kernels read them; spread [R, D], rows of x for the sorted pairs; h and y
-        to fill, y with zeros where no tile is.
+    Yields:
+        the activations of the sorted pairs, the product's packed weights and scales, and the arguments that both
+        modules' kernels share. Of the last ones `out` is y [R, D], with zeros where no tile is.
     """
     (tokens, size), top_k = x.shape, expert_ids.shape[1]
-    pairs, (experts, width) = tokens * top_k, (gate_up.shape[0], gate_up.shape[1] // 2)
+    pairs, (experts, width) = tokens * top_k, (weights[0].shape[0], weights[0].shape[1] // 2)
     order, tiles = portable.plan_experts(expert_ids, experts, of_tile, elsewhere)
     spread = torch.empty(pairs, size, device=x.device, dtype=x.dtype)
-    grid = (tools.cdiv(pairs, 16), tools.cdiv(size, 256))
-    spread_kernel[grid](
+    spread_kernel[tools.cdiv(pairs, 16), tools.cdiv(size, 256)](
         x=x.contiguous(), order=order, spread=spread, pairs=pairs,
         D=size, TOP_K=top_k, LANES=lanes, BM=16, BN=256, num_warps=4,
     )  # fmt: skip
     h = torch.empty(pairs, width, device=x.device, dtype=x.dtype)
     y = (torch.zeros if elsewhere else torch.empty)(pairs, size, device=x.device, dtype=torch.float32)
-    return (tiles, tiles.shape[1], order, expert_weights.contiguous()), spread, h, y
+    shared = {
+        "tiles": tiles, "count": tiles.shape[1], "order": order, "routing": expert_weights.contiguous(),
+        "beta": beta or 1.0, "linear_beta": linear_beta or 1.0, "SITU": beta is not None,
+        "CAPPED": linear_beta is not None,
+    }  # fmt: skip
+    yield spread, weights[0], scales[0], {**shared, "out": h, "COLUMNS": size, "N": width, "DOWN": False}
+    yield h, weights[1], scales[1], {**shared, "out": y, "COLUMNS": width, "N": size, "DOWN": True}
 
 
-def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale, beta, linear_beta, elsewhere):
+def run(x, expert_ids, expert_weights, gate_up, down, gate_up_scale, down_scale, *rest):
     """As `experts_triton.run`, whose arguments these are."""
-    of_tile = WIDE.value + NARROW.value
-    plan, spread, h, y = prepared(x, expert_ids, expert_weights, gate_up, of_tile, False, elsewhere)
-    tiles, count, order, routing = plan
-    for activations, weight, scale, out, rows, is_down in (
-        (spread, gate_up, gate_up_scale, h, ROWS.value // 2, False), (h, down, down_scale, y, ROWS.value, True)
-    ):  # fmt: skip
+    weights, scales, of_tile = (gate_up, down), (gate_up_scale, down_scale), WIDE.value + NARROW.value
+    for activations, weight, scale, shared in products(
+        x, expert_ids, expert_weights, weights, scales, *rest, of_tile, False
+    ):
         wide, narrow, narrowest = (
             described(activations, n.value, STEP.value, SHARED) for n in (WIDE, NARROW, NARROWEST)
         )
-        blocks = tools.cdiv(out.shape[1], GROUPS.value * rows)
-        experts_kernel[(min(tools.multiprocessors(x.device), count * blocks),)](
-            wide_x=wide, narrow_x=narrow, narrowest_x=narrowest, tiles=tiles, count=count,
-            weight=weight.view(torch.int64), scale=scale.view(torch.int32), order=order, routing=routing, out=out,
-            beta=beta or 1.0, linear_beta=linear_beta or 1.0, COLUMNS=activations.shape[1], N=out.shape[1],
-            BLOCKS=blocks, DOWN=is_down, SITU=beta is not None, CAPPED=linear_beta is not None, num_warps=4,
+        rows = ROWS.value if shared["DOWN"] else ROWS.value // 2
+        blocks = tools.cdiv(shared["N"], GROUPS.value * rows)
+        experts_kernel[(min(tools.multiprocessors(x.device), shared["count"] * blocks),)](
+            wide_x=wide, narrow_x=narrow, narrowest_x=narrowest, weight=weight.view(torch.int64),
+            scale=scale.view(torch.int32), BLOCKS=blocks, **shared, num_warps=4,
         )  # fmt: skip
-    return portable.summed(y, expert_ids.shape[1])
+    return portable.summed(shared["out"], expert_ids.shape[1])

@@ -98,13 +98,38 @@ def finite(top):
 
 
 @gluon.jit
+def weighed(s, top, total, scale):
+    """Softmax numerators of the products s [64, 64], the maximum and sum with them, and the factor of earlier sums."""
+    new_top = gl.maximum(top, gl.max(s, 1) * scale)
+    base = finite(new_top)
+    weight = gl.exp2(s * scale - base[:, None])
+    kept = gl.exp2(top - base)
+    return weight, new_top, total * kept + gl.sum(weight, 1), kept
+
+
+@gluon.jit
 def scaled(sums, factor):
     return sums * gl.convert_layout(factor, ROW_OF_SUMS)[:, None]
 
 
 @gluon.jit
-def store(part, log2_sum, sums, top, total, rows, COLUMN: gl.constexpr):
-    """One half of the mean of latents, and with the first half the log2 of the softmax's sum."""
+def added(sums, kept, weights, half):
+    """sums [64, 256] times their factor [64], and the weights [64, 64] times half of a tile's columns [64, 256]."""
+    sums = mma(weights, half, scaled(sums, kept), is_async=True)
+    sums = mma_wait(0, deps=[sums])
+    synchronize()
+    return sums
+
+
+@gluon.jit
+def finish(part, log2_sum, sums, top, total, numbers, barriers, rows, WHICH: gl.constexpr):
+    """A half of the mean of latents, and from the first group the log2 of the softmax's sum, to which both add."""
+    COLUMN: gl.constexpr = 256 * WHICH
+    numbers.index(2 + WHICH).store(total)
+    synchronize()
+    mbarrier.arrive(barriers.index(DONE + WHICH))
+    mbarrier.wait(barriers.index(DONE + (1 - WHICH)), 0)
+    total += numbers.index(2 + (1 - WHICH)).load(ROW)
     r = gl.program_id(0) * 64 + gl.arange(0, 64, ROW)
     at = (gl.program_id(2).to(gl.int64) * rows + r) * gl.num_programs(1) + gl.program_id(1)
     if COLUMN == 0:
@@ -126,20 +151,14 @@ def left_group(
         phase, start, more = i & 1, first + 128 * i, i + 1 < pairs
         halves = lefts.index(0), rights.index(0)
         s = scored(queries, halves, ropes.index(0), barriers, 0, phase, gl.minimum(start, final), start, last)
-        top_0 = gl.maximum(top, gl.max(s, 1) * scale)
-        base = finite(top_0)
-        weight = gl.exp2(s * scale - base[:, None])  # [64, 64]
-        kept = gl.exp2(top - base)
-        total = total * kept + gl.sum(weight, 1)
+        weight, top_0, total, kept = weighed(s, top, total, scale)
         mbarrier.wait(barriers.index(READ), phase ^ 1)
         weights.store(weight.to(weights.dtype))
         numbers.index(0).store(top_0)
         fence()
         synchronize()
         mbarrier.arrive(barriers.index(WEIGHTS))
-        sums = mma(weights, lefts.index(0), scaled(sums, kept), is_async=True)  # [64, 256]
-        sums = mma_wait(0, deps=[sums])
-        synchronize()
+        sums = added(sums, kept, weights, lefts.index(0))
         row = row_0 + gl.minimum(start + 128, final)
         fetch_left(latents, rope, row, lefts.index(0), ropes.index(0), barriers.index(LEFT), more)
         mbarrier.wait(barriers.index(WEIGHTS + 1), phase)
@@ -147,16 +166,10 @@ def left_group(
         top = numbers.index(1).load(ROW)
         kept = gl.exp2(top_0 - finite(top))
         total *= kept
-        sums = mma(ropes.index(1), lefts.index(1), scaled(sums, kept), is_async=True)  # [64, 256]
-        sums = mma_wait(0, deps=[sums])
-        synchronize()
+        sums = added(sums, kept, ropes.index(1), lefts.index(1))
         row = row_0 + gl.minimum(start + 192, final)
         fetch_left(latents, rope, row, lefts.index(1), ropes.index(1), barriers.index(LEFT + 1), more)
-    numbers.index(2).store(total)
-    synchronize()
-    mbarrier.arrive(barriers.index(DONE))
-    mbarrier.wait(barriers.index(DONE + 1), 0)
-    store(part, log2_sum, sums, top, total + numbers.index(3).load(ROW), rows, 0)
+    finish(part, log2_sum, sums, top, total, numbers, barriers, rows, 0)
 
 
 @gluon.jit
@@ -174,19 +187,13 @@ def right_group(
         top_0 = numbers.index(0).load(ROW)
         kept = gl.exp2(top - finite(top_0))
         total *= kept
-        sums = mma(weights, rights.index(0), scaled(sums, kept), is_async=True)  # [64, 256]
-        sums = mma_wait(0, deps=[sums])
-        synchronize()
+        sums = added(sums, kept, weights, rights.index(0))
         mbarrier.arrive(barriers.index(READ))
         row = row_0 + gl.minimum(start + 128, final)
         fetch_right(latents, row, rights.index(0), barriers.index(RIGHT), more)
         row, halves = gl.minimum(start + 64, final), (lefts.index(1), rights.index(1))
         s = scored(queries, halves, ropes.index(1), barriers, 1, phase, row, start + 64, last)
-        top = gl.maximum(top_0, gl.max(s, 1) * scale)
-        base = finite(top)
-        weight = gl.exp2(s * scale - base[:, None])  # [64, 64]
-        kept = gl.exp2(top_0 - base)
-        total = total * kept + gl.sum(weight, 1)
+        weight, top, total, kept = weighed(s, top_0, total, scale)
         rounded = weight.to(weights.dtype)
         synchronize()  # every warp has read the rope part that the weights lie over
         ropes.index(1).store(rounded)
@@ -196,16 +203,10 @@ def right_group(
         mbarrier.arrive(barriers.index(WEIGHTS + 1))
         # From registers: the other group loads new latents over what lies in shared memory.
         rounded = gl.convert_layout(rounded, gl.DotOperandLayout(0, SUMS, 2))
-        sums = mma(rounded, rights.index(1), scaled(sums, kept), is_async=True)  # [64, 256]
-        sums = mma_wait(0, deps=[sums])
-        synchronize()
+        sums = added(sums, kept, rounded, rights.index(1))
         row = row_0 + gl.minimum(start + 192, final)
         fetch_right(latents, row, rights.index(1), barriers.index(RIGHT + 1), more)
-    numbers.index(3).store(total)
-    synchronize()
-    mbarrier.arrive(barriers.index(DONE + 1))
-    mbarrier.wait(barriers.index(DONE), 0)
-    store(part, log2_sum, sums, top, total + numbers.index(2).load(ROW), rows, 256)
+    finish(part, log2_sum, sums, top, total, numbers, barriers, rows, 1)
 
 
 @gluon.jit(do_not_specialize=["keys"])
