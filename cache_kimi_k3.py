@@ -52,6 +52,8 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
+# Attention implementations that can read the filled part of a buffer.
+STATIC_ATTENTION = ("eager", "sdpa")
 _ONE_STATE = "a static cache keeps one state: use HybridCache(config) without max_length"
 _MASK_MISSING = (
     "the cache holds padding, so every call needs the attention_mask of all columns; without it the MLA layers would "

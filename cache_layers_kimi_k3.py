@@ -167,8 +167,8 @@ class KDACacheLayer(_StateLayer):
         """The state where it lies, to look at."""
         return self._state if self.stepping is None else self.stepping.read(None)
 
-    def lend(self, stepping: "StaticKDACacheLayer") -> None:
-        """From here on captured steps write the state, which `stepping` has copied."""
+    def borrow(self, stepping: "StaticKDACacheLayer") -> None:
+        """From here on the state lies in the buffers of `stepping`, which has copied it; captured steps write it."""
         self._state, self.stepping = KDAState(), stepping
 
     def steps_on(self, stepping: "StaticKDACacheLayer") -> bool:
@@ -307,21 +307,22 @@ class LatentCacheLayer(_StateLayer):
 
     @property
     def latents(self) -> torch.Tensor:
-        """[B, tokens, kv_lora_rank + qk_rope_head_dim]"""
-        if self.stepping is not None:  # whoever looks may keep the view for longer than this layer lives
+        """[B, tokens, kv_lora_rank + qk_rope_head_dim], for whoever may keep them."""
+        if self.stepping is not None:  # the view may live longer than this layer, which keeps steps of others away
             self.stepping.exposed = True
-        return self._filled()
+        return self.filled()
 
-    def _filled(self) -> torch.Tensor:
+    def filled(self) -> torch.Tensor:
+        """The same for whoever copies them at once: once this layer is gone, captured steps may write over them."""
         assert self.buffer is not None  # asked for behind a token only
         return self.buffer[:, : self.seq_length]
 
     @property
     def nbytes(self) -> int:
-        return self._filled().numel() * self._filled().element_size() if self.is_initialized else 0
+        return self.filled().numel() * self.filled().element_size() if self.is_initialized else 0
 
-    def lend(self, stepping: "StaticLatentCacheLayer") -> None:
-        """From here on captured steps append to the latents in the buffer of `stepping`, which has copied them."""
+    def borrow(self, stepping: "StaticLatentCacheLayer") -> None:
+        """From here on the latents lie in the buffer of `stepping`, which has copied them; captured steps append."""
         self._own(stepping.buffers[0])
         self.stepping = stepping
 
@@ -345,7 +346,7 @@ class LatentCacheLayer(_StateLayer):
             and (buffer.requires_grad or (buffer.is_inference() and not torch.is_inference_mode_enabled()))
         ):
             # Writing in place would cut the autograd graph of earlier steps, and is forbidden for inference tensors.
-            self._own(latents if buffer is None else torch.cat([self._filled(), latents], dim=1))
+            self._own(latents if buffer is None else torch.cat([self.filled(), latents], dim=1))
         else:
             if buffer is None or buffer.shape[1] < length or not self.is_foremost():
                 buffer = self._grown(latents, length)
@@ -353,7 +354,7 @@ class LatentCacheLayer(_StateLayer):
             buffer[:, self.seq_length : length] = latents
         self.seq_length = length
         self.is_initialized = True
-        return (self.latents if torch.is_grad_enabled() else self._filled()).to(device)  # autograd keeps the view
+        return (self.latents if torch.is_grad_enabled() else self.filled()).to(device)  # autograd keeps the view
 
     def _grown(self, like: torch.Tensor, length: int) -> torch.Tensor:
         """A larger buffer with these latents."""
@@ -362,7 +363,7 @@ class LatentCacheLayer(_StateLayer):
         capacity = max(-(-(capacity + 1) // _GRANULE) * _GRANULE, self.reserved)
         buffer = like.new_empty(like.shape[0], capacity, like.shape[2])
         if self.buffer is not None:
-            buffer[:, : self.seq_length] = self._filled()
+            buffer[:, : self.seq_length] = self.filled()
         return buffer
 
     def _own(self, buffer: torch.Tensor | None) -> None:
@@ -371,7 +372,8 @@ class LatentCacheLayer(_StateLayer):
         self.buffer, self._holders, self.stepping = buffer, weakref.WeakSet([self]), None
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.latents] if self.is_initialized else []
+        """To be copied at once, as what `filled` returns."""
+        return [self.filled()] if self.is_initialized else []
 
     @property
     def batch_size(self) -> int:
@@ -441,16 +443,18 @@ class _StaticLayer(_StateLayer):
         # The first forward reads its own tokens alone (`StaticLatentCacheLayer.append`).
         return (self.max_length if self.is_initialized else query_length), 0
 
-    def _reserve(self, *wanted: tuple[torch.Size, torch.dtype, torch.device]) -> None:
-        """Zeroed buffers of these shapes, unless the ones that are there (zeroed by `reset`) fit."""
+    def _reserve(self, *wanted: tuple[torch.Size, torch.dtype, torch.device]) -> bool:
+        """Zeroed buffers of these shapes, unless the ones that are there (zeroed by `reset`) fit; whether it made new
+        ones."""
         if [(buffer.shape, buffer.dtype, buffer.device) for buffer in self.buffers] == list(wanted):
-            return
+            return False
         with torch.inference_mode(False):  # inference tensors could be written in inference mode only
             self.buffers = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in wanted]
             self.seq_length = torch.zeros((), dtype=torch.int64, device=self.buffers[0].device)
         if not torch.compiler.is_compiling():
             for buffer in (*self.buffers, self.seq_length):
                 torch._dynamo.mark_static_address(buffer)
+        return True
 
     def _stand_at(self, columns: int) -> None:
         self.seq_length.fill_(columns)
@@ -529,24 +533,32 @@ class StaticKDACacheLayer(_StaticLayer):
         super().__init__(max_length)
         self._reader: weakref.ref | None = None  # the growing layer whose state captured steps write here
 
+    @staticmethod
+    def is_lost() -> bool:
+        """As `StaticLatentCacheLayer.is_lost`: whoever reads a state has a copy."""
+        return False
+
     def is_free_for(self, layer: KDACacheLayer) -> bool:
         """Whether captured steps of a growing layer may write here: no other one's state lies here."""
         reader = None if self._reader is None else self._reader()
         return reader is None or reader is layer or reader.stepping is not self
 
-    def take(self, layer: KDACacheLayer) -> None:
-        """Stand where a growing layer stands, with a copy of its state unless it lies here."""
+    def take(self, layer: KDACacheLayer) -> bool:
+        """Stand where a growing layer stands, with a copy of its state unless it lies here; whether that needed new
+        buffers."""
+        are_new = False
         if layer.stepping is not self:
             tensors = layer.tensors()
-            self._reserve(*((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors))
+            are_new = self._reserve(*((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors))
             for buffer, tensor in zip(self.buffers, tensors, strict=True):
                 buffer.copy_(tensor)
         self._stand_at(layer.seq_length)
+        return are_new
 
     def lend(self, layer: KDACacheLayer) -> None:
-        """From here on `layer` has its state here: a step has started from the copy that `take` made."""
+        """Lend the buffers to a growing layer: a step has started from the copy of its state that `take` made."""
         self._reader = weakref.ref(layer)
-        layer.lend(self)
+        layer.borrow(self)
 
     @staticmethod
     def boundaries(length: int) -> list[int]:
@@ -589,17 +601,24 @@ class StaticLatentCacheLayer(_StaticLayer):
         """Whether captured steps of a growing layer may write here, where nobody else reads."""
         return layer.is_foremost() if layer.stepping is self else not (self._readers or self.exposed)
 
-    def take(self, layer: LatentCacheLayer) -> None:
-        """Stand where a growing layer stands, and become its buffer, with a copy of its latents unless it is."""
+    def is_lost(self) -> bool:
+        """Whether it is free for nobody ever again: views of it may live, and no growing layer has it."""
+        return self.exposed and not self._readers
+
+    def take(self, layer: LatentCacheLayer) -> bool:
+        """Stand where a growing layer stands, and lend it the buffer, with a copy of its latents unless they lie here;
+        whether that needed a new one."""
+        is_new = False
         if layer.stepping is not self:
-            latents = layer.latents
+            latents = layer.filled()
             shape = torch.Size((latents.shape[0], self.max_length, latents.shape[2]))
-            self._reserve((shape, latents.dtype, latents.device))
+            is_new = self._reserve((shape, latents.dtype, latents.device))
             self.buffers[0][:, : latents.shape[1]] = latents
             self.buffers[0][:, latents.shape[1] :] = 0
-            layer.lend(self)
+            layer.borrow(self)
             self._readers = layer._holders
         self._stand_at(layer.seq_length)
+        return is_new
 
     def lend(self, layer: LatentCacheLayer) -> None:
         """`take` has done it: a step that was broken off writes behind the latents only."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
-from .cache_kimi_k3 import HybridCache
+from .cache_kimi_k3 import STATIC_ATTENTION, HybridCache
 from .cache_layers_kimi_k3 import KDACacheLayer
 from .kernels_kimi_k3 import dispatch
 
@@ -169,7 +169,6 @@ class DecodingStep:
     _layers: list[Any] | None  # of the growing cache
     _pairs: list[tuple[Any, Any]]  # a buffer's layer, and the growing one
     _recurrent: list[KDACacheLayer]
-    _latent: list[Any]
 
     def __init__(self, model: PreTrainedModel, rows: int, padded: bool, rest: dict[str, Any], capacity: int, name: str):
         self.rows, self.padded, self.rest, self.capacity = rows, padded, rest, capacity
@@ -201,15 +200,21 @@ class DecodingStep:
         """Whether a part of this growing cache lies here."""
         return any(layer.stepping is static for static, layer in zip(self.cache.layers, cache.layers, strict=True))
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is free for no cache ever again."""
+        return any(static.is_lost() for static in self.cache.layers)
+
     def take(self, cache: HybridCache) -> None:
         """Stand where a growing cache stands. Its latents lie here from now on, its states from the first step on, so
         that one that breaks off leaves the cache as it was."""
         self._layers, self._lent = cache.layers, False
         self._pairs = list(zip(self.cache.layers, cache.layers, strict=True))
         self._recurrent = [layer for layer in cache.layers if isinstance(layer, KDACacheLayer)]
-        self._latent = [layer for layer in cache.layers if not isinstance(layer, KDACacheLayer)]
-        for static, layer in self._pairs:
-            static.take(layer)
+        # A graph writes where the buffers were: it stays only if this goes through and none of them is new.
+        graph, warm, self.graph, self.warm = self.graph, self.warm, None, False
+        if not any([static.take(layer) for static, layer in self._pairs]):
+            self.graph, self.warm = graph, warm
         self.length = cache.get_seq_length()
         if self.mask is not None and self.cache.real is not None and cache.real is not None:
             self.mask.fill_(1)
@@ -222,7 +227,7 @@ class DecodingStep:
         self.busy.release()
 
     def _let_go(self) -> None:
-        self._lent, self._layers, self._pairs, self._recurrent, self._latent = False, None, [], [], []
+        self._lent, self._layers, self._pairs, self._recurrent = False, None, [], []
 
     def continues(self, cache: HybridCache) -> bool:
         """Whether the growing cache is as the last step left it, with room for the next."""
@@ -238,19 +243,18 @@ class DecodingStep:
         """A step as it is: the model's outputs, and why later ones must not be captured."""
         outputs, reason = watched(model, self.inputs)
         self.warm = True
+        cache.layers[0].seq_length += 1
         self._lend()
-        self._count(self._recurrent)
-        self._count(self._latent)
         self._stepped(cache)
         return outputs, reason
 
     def replay(self, graph: Graph, cache: HybridCache) -> None:
-        """A captured step. An interrupt inside leaves layers at different tokens, which the next forward refuses."""
+        """A captured step. An interrupt inside leaves layers at different tokens, which the next forward refuses: the
+        first one counts before it, the others behind it."""
         if not self._lent:
             self._lend()
-        self._count(self._recurrent)
+        cache.layers[0].seq_length += 1
         graph.replay()
-        self._count(self._latent)
         self._stepped(cache)
 
     def _lend(self) -> None:
@@ -258,12 +262,9 @@ class DecodingStep:
             static.lend(layer)
         self._lent = True
 
-    @staticmethod
-    def _count(layers: list[Any]) -> None:
-        for layer in layers:
-            layer.seq_length += 1
-
     def _stepped(self, cache: HybridCache) -> None:
+        for layer in cache.layers[1:]:
+            layer.seq_length += 1
         self.length += 1
         if self.padded and cache.real is not None:
             cache.real = F.pad(cache.real, (0, 1), value=True)
@@ -282,10 +283,12 @@ class _KeptSteps:
         self._lock = threading.Lock()
 
     def open(self, computation: Any, rows: int) -> None:
-        """A generation begins: forget what was captured of another computation, and much of what other batches need."""
+        """A generation begins: forget what was captured of another computation, what no cache can use any more, and
+        much of what other batches need."""
         with self._lock:
             if computation != self._computation:
                 self._steps, self._refused, self._computation = [], [], computation
+            self._steps = [step for step in self._steps if step.busy.locked() or not step.is_lost]
             self._trim([step for step in self._steps if step.rows != rows], KEPT_BYTES)
             self._trim(self._steps)
 
@@ -440,8 +443,8 @@ class CapturedSteps:
         if self._kept.has_refused(cache.padded, rest):
             self._is_refused = True
             return None
-        self._step = step = self._kept.acquire(self.model, cache, cache.padded, rest, self.name)
         try:
+            self._step = step = self._kept.acquire(self.model, cache, cache.padded, rest, self.name)
             step.take(cache)
         except torch.OutOfMemoryError as error:
             self._failed(error)
@@ -453,6 +456,9 @@ class CapturedSteps:
         tensors = [name for name, x in rest.items() if isinstance(x, torch.Tensor)]
         if tensors:
             return f"every step comes with {', '.join(tensors)}"
+        attention = self.model.config.get_text_config(decoder=True)._attn_implementation
+        if attention not in STATIC_ATTENTION:
+            return f"attn_implementation={attention!r} would read a whole buffer, not only what is filled: use 'sdpa'"
         if any(isinstance(layer, KDACacheLayer) and layer.recording.active for layer in self.cache.layers):
             return "the cache records its tokens, so that crop can take them back"
         return None

@@ -25,7 +25,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import OutputRecorder
 
-from .cache_kimi_k3 import HybridCache
+from .cache_kimi_k3 import STATIC_ATTENTION, HybridCache
 from .checkpoint_kimi_k3 import a_log_shape, load_checked, weight_conversions
 from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from .distributed_kimi_k3 import check_fit, pipeline_forward, without_tensor_parallelism
@@ -353,7 +353,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
                 )
             logger.warning_once("gradient checkpointing recomputes the forward, so no cache is built")
             return None
-        if cache is not None and cache.is_compileable and self.config._attn_implementation not in ("eager", "sdpa"):
+        if cache is not None and cache.is_compileable and self.config._attn_implementation not in STATIC_ATTENTION:
             raise ValueError(
                 f"attn_implementation={self.config._attn_implementation!r} cannot read the part of a static cache "
                 "that is filled: use 'sdpa' with it"

@@ -167,7 +167,7 @@ def gather_cache(cache, group: dist.ProcessGroup | None = None):
             for tensor in tensors:
                 dist.broadcast(tensor, source, group=group)
         else:
-            tensors = [_gathered(layer.latents, lengths, group)]
+            tensors = [_gathered(layer.filled(), lengths, group)]
         layer.load(tensors, sum(lengths))
     return cache
 

@@ -171,9 +171,9 @@ class PrefixCache:
         if mask is not None and not mask.bool().all():
             raise ValueError("a prefix has no padding: pass the row without it")
         with self._prefilled(input_ids) as done:
-            output = self.model.generate(
-                input_ids, attention_mask=torch.ones_like(input_ids), **{CACHE_ARGUMENT: done.cache}, **kwargs
-            )
+            # Captured steps sum over the latents in another order than forwards do: a cold run's bits would differ.
+            kwargs |= {CACHE_ARGUMENT: done.cache, "disable_compile": True}
+            output = self.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **kwargs)
             ids = output if isinstance(output, torch.Tensor) else output.sequences
             self._keep_turn(done, ids[0].tolist())
         return output, done
@@ -334,7 +334,7 @@ class PrefixCache:
     def _latents(self, cache: HybridCache, segment: Segment) -> Tensors:
         """Latents of the segment, [MLA layers, tokens, R] a block; blocks end at multiples of the block size."""
         device = self.model.device  # which searches all modules
-        layers = [layer.latents[0] for layer in cache.layers if isinstance(layer, LatentCacheLayer)]
+        layers = [layer.filled()[0] for layer in cache.layers if isinstance(layer, LatentCacheLayer)]
         tensors, block = {"tokens": torch.tensor(segment.tokens)}, self.index.block
         edges = [segment.start, *range((segment.start // block + 1) * block, segment.end, block), segment.end]
         if layers:

@@ -13,6 +13,7 @@ GENERATION = "cache/test_generation.py"
 SNAPSHOTS = "cache/test_snapshots.py"
 ROLLBACK = "cache/test_rollback.py"
 STATIC = "cache/test_static_cache.py"
+CAPTURED = "cache/test_captured_steps.py"
 MATRIX = "cache/test_generation_matrix.py"
 OPS = "operations/test_ops.py"
 KDA = "operations/test_kda.py"
@@ -38,12 +39,14 @@ TESTS = {
     "__init__.py": ("project/test_imports.py", CONFIGURATION, "model/test_remote_code.py"),
     "__main__.py": ("project/test_imports.py", CLI),
     "cache_kimi_k3.py": (SNAPSHOTS, GENERATION, STATIC, ROLLBACK, "model/test_devices.py", MATRIX),
-    "cache_layers_kimi_k3.py": (SNAPSHOTS, GENERATION, STATIC, "model/test_devices.py", ROLLBACK, MATRIX),
+    "cache_layers_kimi_k3.py": (
+        CAPTURED, SNAPSHOTS, GENERATION, STATIC, "model/test_devices.py", ROLLBACK, MATRIX,
+    ),
     "checkpoint_kimi_k3.py": (CHECKPOINT, INITIALISATION, CONVERSION, "model/test_remote_code.py"),
     "configuration_kimi_k3.py": (CONFIGURATION, INITIALISATION, "common_suite/run.py", CHECKPOINT),
     "distributed_kimi_k3.py": (TENSOR_PARALLEL, "model/test_devices.py"),
-    "generation_kimi_k3.py": (GENERATION, "cache/test_captured_steps.py", ROLLBACK, STATIC, MATRIX),
-    "graph_kimi_k3.py": ("cache/test_graph.py", "cache/test_captured_steps.py", STATIC),
+    "generation_kimi_k3.py": (CAPTURED, GENERATION, ROLLBACK, STATIC, MATRIX),
+    "graph_kimi_k3.py": (CAPTURED, "cache/test_graph.py", STATIC),
     "kernels_kimi_k3.py": ("project/test_imports.py", GOLDEN, "model/test_remote_code.py"),
     "layers_kimi_k3.py": (
         EQUATIONS, GOLDEN, INITIALISATION, GENERATION, "model/test_attention_implementations.py", CONTRACT, ROLLBACK,

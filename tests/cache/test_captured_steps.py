@@ -17,8 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+import tiny
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache, generation_kimi_k3, graph_kimi_k3
+from kimi_k3.serving.prefix_cache import PrefixCache
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -89,8 +91,8 @@ def model(data_dir):
     return load(data_dir)
 
 
-def tokens(rows, length, seed=0):
-    return torch.randint(3, 160, (rows, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+def tokens(rows, length, seed=0, most=160):
+    return torch.randint(3, most, (rows, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def mask_of(rows, padded):
@@ -299,8 +301,10 @@ def test_a_break_in_the_middle(every_model, captures, at, how):
     assert captures.captured <= 1
 
 
-def test_an_interrupt_inside_a_step_is_seen(model, captures, monkeypatch):
-    ids, cache = tokens(1, PROMPT), HybridCache(model.config)
+@pytest.mark.parametrize("layers", ["kmk", "mkm", "kk", "mm"])
+def test_an_interrupt_inside_a_step_is_seen(captures, monkeypatch, layers):
+    model = tiny.model(layers, **tiny.NO_SPECIAL).to(DEVICE)
+    ids, cache = tokens(1, PROMPT, most=tiny.VOCABULARY), HybridCache(model.config)
     generate(model, ids)
 
     def interrupted(self):
@@ -390,6 +394,61 @@ def test_a_view_of_the_latents_outlives_its_cache(model, captures):
     gc.collect()
     generate(model, tokens(1, PROMPT, seed=1))
     assert all(map(torch.equal, views, kept))
+
+
+def test_buffers_of_which_only_views_are_left_are_let_go(model, captures):
+    _, cache = with_cache(generate, model, tokens(1, PROMPT))
+    views = [layer.latents for layer in cache.layers if hasattr(layer, "latents")]
+    first = weakref.ref(graph_kimi_k3._kept[model]._steps[0])
+    for gone in (False, True):
+        if gone:
+            del cache
+        generate(model, tokens(1, PROMPT, seed=1))
+        gc.collect()
+        assert (first() is None) == gone
+    assert views and captures.captured == 2
+
+
+def test_a_copy_of_the_latents_leaves_the_buffers_free(model, captures, tmp_path):
+    for seed in range(4):
+        _, cache = with_cache(generate, model, tokens(1, PROMPT, seed))
+        cache.save(tmp_path / "cache.safetensors", model)
+        del cache
+    assert captures.captured == len(graph_kimi_k3._kept[model]._steps) == 1
+
+
+@torch.no_grad()
+def test_buffers_of_another_dtype_are_captured_anew(model, captures):
+    generate(model, tokens(1, PROMPT))
+    (step,) = graph_kimi_k3._kept[model]._steps
+    for state, stays in ((torch.float32, True), (torch.bfloat16, False)):
+        cache = HybridCache(model.config)
+        model(tokens(1, PROMPT), **{CACHE: cache})
+        for layer in cache.layers:
+            if hasattr(layer, "recording"):
+                layer.state = layer.state._replace(recurrent=layer.state.recurrent.to(state))
+        assert step.graph is not None and step.warm
+        step.take(cache)
+        assert (step.graph is not None) == step.warm == stays
+        step._let_go()
+
+
+def test_a_hit_of_the_prefix_cache_is_exact(model, captures):
+    """Its generation takes no captured steps: a cold run that is split like it gives the same bits."""
+    ids = tokens(1, 40)
+    prefixes = PrefixCache(model, 1 << 30, block=16, every=32)
+    text, _ = prefixes.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    more = torch.cat([text, tokens(1, 5, seed=1)], dim=1)
+    logits, done = prefixes.forward(more)
+    assert done.hit == 40 + NEW - 1
+    cache, start = HybridCache(model.config), 0
+    with torch.no_grad():
+        for end in done.splits:
+            cold = model(more[:, start:end], logits_to_keep=1, **{CACHE: cache}).logits
+            start = end
+    assert torch.equal(logits, cold)
+    assert captures.captured == captures.replayed == 0
+    prefixes.close()
 
 
 def test_other_modes_run_as_they_are(model, captures):
@@ -509,6 +568,28 @@ def test_what_cannot_be_captured_says_why_once(model, captures, monkeypatch, cap
     assert captures.replayed == 0
 
 
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+def test_attention_that_cannot_read_buffers_says_so_before_the_first_step(
+    model, captures, monkeypatch, caplog, attention
+):
+    ids = tokens(1, PROMPT)
+    expected, steps = plain(model, ids), []
+    # Of the kernel only the name; the forward of the loop is that of sdpa.
+    monkeypatch.setattr(graph_kimi_k3.DecodingStep, "__init__", lambda *_: steps.append(1))
+    call = graph_kimi_k3.CapturedSteps._reason
+
+    def named(self, rest):
+        with monkeypatch.context() as patch:
+            patch.setattr(model.config, "_attn_implementation", attention)
+            return call(self, rest)
+
+    monkeypatch.setattr(graph_kimi_k3.CapturedSteps, "_reason", named)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(generate(model, ids), expected)
+    assert [f"attn_implementation={attention!r}" in message for message in messages(caplog)] == [True] and not steps
+    assert "static" not in messages(caplog)[0]
+
+
 def test_a_class_that_feeds_steps_in_its_own_way_runs_as_it_is(data_dir, captures):
     model = load(data_dir)
 
@@ -538,7 +619,7 @@ def test_a_forward_that_fails_on_the_buffers_runs_as_it_is(model, captures, monk
     ]
 
 
-@pytest.mark.parametrize("where", ["take", "run"])
+@pytest.mark.parametrize("where", ["__init__", "take", "run"])
 def test_no_memory_for_buffers(model, captures, monkeypatch, caplog, where):
     """The text goes on without them, and the next call tries again."""
     ids = tokens(1, PROMPT)
