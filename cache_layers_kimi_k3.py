@@ -64,6 +64,11 @@ class _StateLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Go on with a batch that consists of these rows."""
 
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Rows; -1 before the first token."""
+
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{type(self).__name__} holds no keys and values; the model fills it")
 
