@@ -42,6 +42,15 @@ def explained(*errors: type[Exception]):
         raise UsageError(str(error)) from error
 
 
+@contextlib.contextmanager
+def needing(task: str, extra: str):
+    """Around the imports of a task: a package that is missing is named, with the extra that brings it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{task} needs {error.name}: pip install 'kimi-k3[{extra}]'") from error
+
+
 def read_config(folder: Path) -> KimiK3TextConfig:
     """The text configuration of a checkpoint folder, nested or flat; reads no weights."""
     if not folder.is_dir():

@@ -9,17 +9,16 @@ from ..cli.common import UsageError, at_least_one, check_picture, explained
 
 
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", type=Path, nargs="+", metavar="CONFIG",
-        help="checkpoint folders or config.json files of any transformers model with KDA, MLA or grouped-query "
-        "attention; the first is compared with the others",
-    )  # fmt: skip
-    parser.add_argument("--gpu", choices=("h100", "h200", "b200", "b300"), default="b300", help="default: %(default)s")
-    parser.add_argument("--gpus", type=at_least_one, default=8, metavar="N", help="in the node (default: %(default)s)")
-    parser.add_argument(
-        "--context", type=at_least_one, default=131072, metavar="N", help="tokens of a session (default: %(default)s)"
+    add = parser.add_argument
+    about = (
+        "checkpoint folders or config.json files of any transformers model with KDA, MLA or grouped-query attention; "
+        "the first is compared with the others"
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw cache and KV throughput against context")
+    add("config", type=Path, nargs="+", metavar="CONFIG", help=about)
+    add("--gpu", choices=("h100", "h200", "b200", "b300"), default="b300", help="default: %(default)s")
+    add("--gpus", type=at_least_one, default=8, metavar="N", help="in the node (default: %(default)s)")
+    add("--context", type=at_least_one, default=131072, metavar="N", help="tokens of a session (default: %(default)s)")
+    add("--picture", type=Path, metavar="FILE", help="draw cache and KV throughput against context")
 
 
 def run_cost(args: argparse.Namespace) -> None:
@@ -39,9 +38,10 @@ def run_cost(args: argparse.Namespace) -> None:
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="JSONL to write, one session a line")
-    parser.add_argument("--sessions", type=at_least_one, default=300, metavar="N", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE", help="JSONL to write, one session a line")
+    add("--sessions", type=at_least_one, default=300, metavar="N", help="default: %(default)s")
+    add("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
 
 
 def run_trace(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from ..cli.common import (
     explained,
     load_model,
     load_tokenizer,
+    needing,
     number,
     read_config,
 )
@@ -58,43 +59,34 @@ byte_count = number(_bytes, lambda size: 0 <= size < 1e18, "must be bytes such a
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="JSONL that kimi-k3 trace writes")
+    add = parser.add_argument
+    add("trace", type=Path, metavar="TRACE", help="JSONL that kimi-k3 trace writes")
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--model", type=Path, metavar="MODEL", help="run a small checkpoint through the prefix cache")
     kind.add_argument("--simulate", type=Path, metavar="CONFIG", help="simulate a model at full size")
-    parser.add_argument(
-        "--concurrency", type=at_least_one, nargs="+", default=[1, 4, 16, 64], metavar="N", help="sessions at a time"
-    )
-    parser.add_argument("--host-bytes", type=byte_count, default=0, metavar="B", help="host memory for the cache")
-    parser.add_argument("--disk-bytes", type=byte_count, default=0, metavar="B", help="disk for the cache")
-    parser.add_argument(
-        "--write-through", action="store_true", help="copy down at once instead of when the tier above is full"
-    )
-    real = parser.add_argument_group("with --model")
-    real.add_argument("--device-bytes", type=byte_count, default=10**9, metavar="B", help="default: 1G")
-    real.add_argument("--scale", type=at_least_one, default=256, metavar="N", help="divide token counts (default: 256)")
-    real.add_argument("--turns", type=at_least_one, default=200, metavar="N", help="to play (default: %(default)s)")
-    real.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
-    simulated = parser.add_argument_group("with --simulate")
-    simulated.add_argument("--gpu", choices=("h100", "h200", "b200", "b300"), default="b300", help="default: b300")
-    simulated.add_argument("--gpus", type=at_least_one, default=8, metavar="N", help="in the node (default: 8)")
-    simulated.add_argument(
-        "--by-sequences",
-        action="store_true",
-        help="each GPU holds its own sequences, instead of its heads and a copy of all latents",
-    )
-    simulated.add_argument(
-        "--minutes", type=at_least_one, default=40, metavar="N", help="simulated, after a warm-up (default: 40)"
-    )
-    simulated.add_argument("--picture", type=Path, metavar="FILE", help="draw throughput, hit rate and waiting")
+    counts = [1, 4, 16, 64]
+    add("--concurrency", type=at_least_one, nargs="+", default=counts, metavar="N", help="sessions at a time")
+    add("--host-bytes", type=byte_count, default=0, metavar="B", help="host memory for the cache")
+    add("--disk-bytes", type=byte_count, default=0, metavar="B", help="disk for the cache")
+    add("--write-through", action="store_true", help="copy down at once instead of when the tier above is full")
+    add = parser.add_argument_group("with --model").add_argument
+    add("--device-bytes", type=byte_count, default=10**9, metavar="B", help="default: 1G")
+    add("--scale", type=at_least_one, default=256, metavar="N", help="divide token counts (default: 256)")
+    add("--turns", type=at_least_one, default=200, metavar="N", help="to play (default: %(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
+    add = parser.add_argument_group("with --simulate").add_argument
+    add("--gpu", choices=("h100", "h200", "b200", "b300"), default="b300", help="default: b300")
+    add("--gpus", type=at_least_one, default=8, metavar="N", help="in the node (default: 8)")
+    about = "each GPU holds its own sequences, instead of its heads and a copy of all latents"
+    add("--by-sequences", action="store_true", help=about)
+    add("--minutes", type=at_least_one, default=40, metavar="N", help="simulated, after a warm-up (default: 40)")
+    add("--picture", type=Path, metavar="FILE", help="draw throughput, hit rate and waiting")
 
 
 def run_replay(args: argparse.Namespace) -> None:
     """Play a trace for real or in a simulation, and print what the cache did at every concurrency."""
-    try:
+    with needing("a replay", "serve"):
         from ..costs import curves, trace
-    except ModuleNotFoundError as error:
-        raise UsageError(f"a replay needs {error.name}: pip install 'kimi-k3[serve]'") from error
     if args.picture is not None:
         if args.simulate is None:
             raise UsageError("--picture belongs to --simulate")
@@ -139,16 +131,8 @@ def replay_model(args: argparse.Namespace, sessions: list) -> None:
     results = []
     for concurrency in args.concurrency:
         with tempfile.TemporaryDirectory() as folder:
-            cache = PrefixCache(
-                model,
-                args.device_bytes,
-                args.host_bytes,
-                folder if args.disk_bytes else None,
-                args.disk_bytes,
-                block=16,
-                every=512,
-                write_through=args.write_through,
-            )
+            budgets = args.device_bytes, args.host_bytes, folder if args.disk_bytes else None, args.disk_bytes
+            cache = PrefixCache(model, *budgets, block=16, every=512, write_through=args.write_through)
             results.append(replay.replay(cache, sessions, concurrency, args.turns))
             cache.close()
     print(replay.replayed_table(results), end="")
@@ -158,56 +142,45 @@ def replay_model(args: argparse.Namespace, sessions: list) -> None:
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the checkpoint")
-    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen on (default: %(default)s)")
-    parser.add_argument(
-        "--port", type=number(int, lambda n: 0 <= n < 65536, "must be a port"), default=8000, metavar="P"
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
-    parser.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: that of the checkpoint"
-    )
-    kept = parser.add_argument_group("prefix cache")
-    kept.add_argument("--device-bytes", type=byte_count, default=10**9, metavar="B", help="default: 1G")
-    kept.add_argument("--host-bytes", type=byte_count, default=0, metavar="B", help="host memory (default: none)")
-    kept.add_argument("--folder", type=Path, metavar="DIR", help="keep prefixes on the disk too, across restarts")
-    kept.add_argument("--disk-bytes", type=byte_count, default=10**10, metavar="B", help="with --folder (default: 10G)")
-    limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-prompt-tokens", type=at_least_one, metavar="N", help="default: what the model reads")
-    limits.add_argument("--max-new-tokens", type=at_least_one, default=4096, metavar="N", help="default: %(default)s")
-    limits.add_argument("--max-seconds", type=at_least_one, default=300, metavar="N", help="a request may take")
-    limits.add_argument("--max-waiting", type=at_least_one, default=256, metavar="N", help="requests that may wait")
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="folder of the checkpoint")
+    add("--host", default="127.0.0.1", metavar="H", help="address to listen on (default: %(default)s)")
+    add("--port", type=number(int, lambda n: 0 <= n < 65536, "must be a port"), default=8000, metavar="P")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: that of the checkpoint")
+    add = parser.add_argument_group("prefix cache").add_argument
+    add("--device-bytes", type=byte_count, default=10**9, metavar="B", help="default: 1G")
+    add("--host-bytes", type=byte_count, default=0, metavar="B", help="host memory (default: none)")
+    add("--folder", type=Path, metavar="DIR", help="keep prefixes on the disk too, across restarts")
+    add("--disk-bytes", type=byte_count, default=10**10, metavar="B", help="with --folder (default: 10G)")
+    add = parser.add_argument_group("limits").add_argument
+    add("--max-prompt-tokens", type=at_least_one, metavar="N", help="default: what the model reads")
+    add("--max-new-tokens", type=at_least_one, default=4096, metavar="N", help="default: %(default)s")
+    add("--max-seconds", type=at_least_one, default=300, metavar="N", help="a request may take")
+    add("--max-waiting", type=at_least_one, default=256, metavar="N", help="requests that may wait")
 
 
 def run_serve(args: argparse.Namespace) -> None:
     """Serve completions until a signal; what is under way is finished and kept prefixes are written."""
-    try:
+    with needing("serving", "serve"):
         import uvicorn
 
         from . import server
         from .prefix_cache import PrefixCache
-    except ModuleNotFoundError as error:
-        raise UsageError(f"serving needs {error.name}: pip install 'kimi-k3[serve]'") from error
     device = choose_device(args.device)
     config = read_config(args.model)
     tokenizer = load_tokenizer(args.model)
     model = load_model(args.model, device, args.dtype)
+    budgets = args.device_bytes, args.host_bytes, args.folder, args.disk_bytes if args.folder else 0
     try:
-        cache = PrefixCache(
-            model, args.device_bytes, args.host_bytes, args.folder, args.disk_bytes if args.folder else 0
-        )
+        cache = PrefixCache(model, *budgets)
     except (OSError, ValueError) as error:
         raise UsageError(f"the prefix cache cannot be made: {error}") from error
-    limits = server.Limits(
-        args.max_prompt_tokens or config.max_position_embeddings,
-        args.max_new_tokens,
-        args.max_seconds,
-        args.max_waiting,
-    )
+    most_tokens = args.max_prompt_tokens or config.max_position_embeddings
+    limits = server.Limits(most_tokens, args.max_new_tokens, args.max_seconds, args.max_waiting)
     app = server.build_app(cache, tokenizer, args.model.resolve().name, limits)
-    uvicorn.run(
-        app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=int(limits.stop_seconds)
-    )
+    options = {"log_level": "warning", "timeout_graceful_shutdown": int(limits.stop_seconds)}
+    uvicorn.run(app, host=args.host, port=args.port, **options)
 
 
 # name: (help, declares the arguments, runs)

@@ -14,44 +14,35 @@ from ..cli.common import (
     explained,
     load_model,
     load_tokenizer,
+    needing,
     number,
     read_config,
 )
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder with config and tokenizer, and the weights")
-    parser.add_argument("data", type=Path, nargs="+", metavar="DATA", help=".txt, .jsonl or .parquet files of one kind")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="RUN", help="run folder; one that exists is continued"
-    )
-    parser.add_argument("--from-scratch", action="store_true", help="new weights: only config and tokenizer are read")
-    parser.add_argument("--steps", type=at_least_one, required=True, metavar="N", help="optimizer steps")
-    parser.add_argument("--context", type=at_least_one, default=1024, metavar="N", help="tokens a row (default: 1024)")
-    parser.add_argument("--rows", type=at_least_one, default=16, metavar="N", help="rows a step (default: 16)")
-    parser.add_argument(
-        "--rate",
-        type=number(float, lambda rate: 0 < rate < float("inf"), "must be a number above 0"),
-        default=1e-3,
-        metavar="R",
-        help="peak learning rate (default: %(default)s)",
-    )
-    parser.add_argument("--split-long", action="store_true", help="cut documents that are longer than the context")
-    parser.add_argument(
-        "--gradient-checkpointing", action="store_true", help="recompute layers in backward: less memory"
-    )
-    parser.add_argument("--save-every", type=at_least_one, default=100, metavar="N", help="steps (default: 100)")
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="folder with config and tokenizer, and the weights")
+    add("data", type=Path, nargs="+", metavar="DATA", help=".txt, .jsonl or .parquet files of one kind")
+    add("--out", type=Path, required=True, metavar="RUN", help="run folder; one that exists is continued")
+    add("--from-scratch", action="store_true", help="new weights: only config and tokenizer are read")
+    add("--steps", type=at_least_one, required=True, metavar="N", help="optimizer steps")
+    add("--context", type=at_least_one, default=1024, metavar="N", help="tokens a row (default: 1024)")
+    add("--rows", type=at_least_one, default=16, metavar="N", help="rows a step (default: 16)")
+    rate = number(float, lambda rate: 0 < rate < float("inf"), "must be a number above 0")
+    add("--rate", type=rate, default=1e-3, metavar="R", help="peak learning rate (default: %(default)s)")
+    add("--split-long", action="store_true", help="cut documents that are longer than the context")
+    add("--gradient-checkpointing", action="store_true", help="recompute layers in backward: less memory")
+    add("--save-every", type=at_least_one, default=100, metavar="N", help="steps (default: 100)")
     add_seed(parser, "default: %(default)s", 2**32, "must be a whole number of at least 0, below 2^32")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
 
 
 def run_train(args: argparse.Namespace) -> None:
     """Train on packed local text; the run folder gets state, metrics, a curve and the finished model."""
-    try:
+    with needing("training", "train"):
         from .text_data import DataError
         from .text_run import TextRun, TextTraining
-    except ModuleNotFoundError as error:
-        raise UsageError(f"training needs {error.name}: pip install 'kimi-k3[train]'") from error
     if args.out.exists() and not args.out.is_dir():
         raise UsageError(f"--out {args.out} is a file: name a folder for the run")
     device = choose_device(args.device)
@@ -69,15 +60,8 @@ def run_train(args: argparse.Namespace) -> None:
         model = load_model(args.model, device, "float32", dequantize=packed)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    run = TextRun(
-        files=[str(file) for file in args.data],
-        steps=args.steps,
-        context=args.context,
-        rows=args.rows,
-        rate=args.rate,
-        seed=args.seed,
-        split_long=args.split_long,
-    )
+    files = [str(file) for file in args.data]
+    run = TextRun(files, args.steps, args.context, args.rows, args.rate, args.seed, args.split_long)
     with explained(DataError, FloatingPointError):
         TextTraining(model, tokenizer, run, args.out, args.save_every).train()
 
