@@ -26,12 +26,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 import kimi_k3
 import tiny
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache, KimiK3ForCausalLM
-from kimi_k3 import __main__ as cli
 from kimi_k3.cache_layers_kimi_k3 import LatentCacheLayer
 from kimi_k3.serving import prefix_cache, tiers
 from kimi_k3.serving.prefix_cache import PrefixCache
@@ -294,8 +294,6 @@ def test_a_state_is_valid_in_all_layers_or_in_none(tmp_path):
     cache = make(device_bytes=0, folder=tmp_path, disk_bytes=1 << 30)
     check(cache, tokens(9))
     cache.close()
-    from safetensors.torch import load_file, save_file
-
     (state,) = Path(tmp_path).rglob("*.state.safetensors")
     tensors = load_file(state)
     del tensors["layers.2.recurrent_state"]
@@ -306,10 +304,8 @@ def test_a_state_is_valid_in_all_layers_or_in_none(tmp_path):
 def test_write_back_moves_less_than_write_through(tmp_path):
     moved = {}
     for through in (True, False):
-        cache = make(
-            device_bytes=4 * STATE_BYTES + 90 * TOKEN_BYTES, folder=tmp_path / str(through), disk_bytes=1 << 30,
-            write_through=through,
-        )  # fmt: skip
+        budgets = {"device_bytes": 4 * STATE_BYTES + 90 * TOKEN_BYTES, "disk_bytes": 1 << 30}
+        cache = make(folder=tmp_path / str(through), write_through=through, **budgets)
         for turn in range(1, 6):
             for seed in range(3):
                 check(cache, tokens(60, seed)[: 12 * turn])
@@ -436,33 +432,6 @@ def test_disk_full_two_processes_and_a_kill(tmp_path):
     for seed in range(flushed + 1):
         assert check(again, tokens(40, seed)) >= 36
     again.close()
-
-
-def test_the_folder_on_the_command_line(tmp_path, capsys):
-    """stats counts what is there, --check finds a damaged file, clear empties it unless somebody uses it."""
-    folder = tmp_path / "kept"
-    cache = make(device_bytes=0, folder=folder, disk_bytes=1 << 30)
-    check(cache, tokens(30))
-    cache.flush()
-    size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-    assert size == cache.stats()["tiers"]["disk"]["bytes"]
-    assert cli.main(["cache", "stats", str(folder)]) == 0
-    assert f"3 states and 3 segments of 29 tokens, {size:,} bytes, 0 broken" in capsys.readouterr().out
-    assert cli.main(["cache", "clear", str(folder)]) == 2
-    assert "in use" in capsys.readouterr().err
-    cache.close()
-    file = next(folder.rglob("*.state.safetensors"))
-    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-    assert cli.main(["cache", "stats", str(folder), "--check"]) == 0
-    assert "2 states and 3 segments" in capsys.readouterr().out
-    assert cli.main(["cache", "clear", str(folder)]) == 0
-    assert not list(folder.iterdir())
-    (folder / "letter.txt").write_text("mine")
-    for action in ("stats", "clear"):
-        assert cli.main(["cache", action, str(folder)]) == 2
-        assert "letter.txt" in capsys.readouterr().err
-    assert cli.main(["cache", "stats", str(tmp_path / "nowhere")]) == 2
-    assert (folder / "letter.txt").exists()
 
 
 @pytest.fixture
@@ -712,9 +681,9 @@ def test_what_was_prefetched_is_there(disk, monkeypatch):
 
 def test_a_hit_copies_latents_into_buffers_with_room(monkeypatch):
     """The forward behind a hit does not copy them a second time to make room."""
-    cache, grown, grow = make(), [], LatentCacheLayer._grow
+    cache, grown, grow = make(), [], LatentCacheLayer._grown
     check(cache, tokens(60))
-    monkeypatch.setattr(LatentCacheLayer, "_grow", lambda *args: grown.append(args[2]) or grow(*args))
+    monkeypatch.setattr(LatentCacheLayer, "_grown", lambda *args: grown.append(args[2]) or grow(*args))
     _, done = cache.forward(row(tokens(60) + tokens(30, 1)))
     assert done.hit == 59 and grown == [59]
 
