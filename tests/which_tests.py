@@ -40,7 +40,7 @@ TESTS = {
     "__main__.py": ("project/test_imports.py", CLI),
     "cache_kimi_k3.py": (SNAPSHOTS, GENERATION, STATIC, ROLLBACK, "model/test_devices.py", MATRIX),
     "cache_layers_kimi_k3.py": (
-        CAPTURED, SNAPSHOTS, GENERATION, STATIC, "model/test_devices.py", ROLLBACK, MATRIX,
+        SNAPSHOTS, GENERATION, CAPTURED, STATIC, "model/test_devices.py", ROLLBACK, CONTRACT, MATRIX,
     ),
     "checkpoint_kimi_k3.py": (CHECKPOINT, INITIALISATION, CONVERSION, "model/test_remote_code.py"),
     "configuration_kimi_k3.py": (CONFIGURATION, INITIALISATION, "common_suite/run.py", CHECKPOINT),
@@ -55,6 +55,7 @@ TESTS = {
     "modeling_kimi_k3.py": (
         EQUATIONS, GOLDEN, CONTRACT, GENERATION, "cache/test_long_generation.py", CHECKPOINT, INITIALISATION,
         "operations/test_cross_entropy.py", "training/test_training.py", "model/test_remote_code.py",
+        TENSOR_PARALLEL,
     ),
     "packing_kimi_k3.py": (CONTRACT, "model/test_attention_implementations.py", "training/test_training.py", SNAPSHOTS),
     "remote_code_kimi_k3.py": ("model/test_remote_code.py", CONVERSION),

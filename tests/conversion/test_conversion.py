@@ -98,6 +98,26 @@ def test_the_same_form_is_the_same_folder(folder, data_dir, tmp_path):
     assert verify(data_dir / folder, tmp_path / "same").same
 
 
+def test_the_type_of_a_multimodal_configuration_is_the_one_at_its_top(variant, tmp_path):
+    """It is what such files are loaded in; its text part need not have one."""
+
+    def config(values):
+        values["dtype"] = "float32"
+        del values["text_config"]["dtype"]
+
+    convert(variant("k3_tiny_mxfp4", config=config), tmp_path / "flat", FORMS["flat"])
+    assert json.loads((tmp_path / "flat" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_files_too_large_for_a_tokenizer_stay_behind(variant, tmp_path):
+    source = variant("kimi_linear_flat")
+    for name, size in (("small.txt", 1), ("large.txt", 100 * 2**20 + 1)):
+        with open(source / name, "wb") as file:
+            file.truncate(size)
+    convert(source, tmp_path / "new")
+    assert (tmp_path / "new" / "small.txt").exists() and not (tmp_path / "new" / "large.txt").exists()
+
+
 def test_files_beside_the_weights_go_along(data_dir, tmp_path):
     convert(data_dir.parent.parent / "checkpoints" / "small", tmp_path / "new")
     names = {path.name for path in (tmp_path / "new").iterdir()}

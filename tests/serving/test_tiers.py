@@ -62,11 +62,17 @@ def test_a_file_of_which_any_bit_changed_is_not_served(tmp_path, caplog):
         changed[place] ^= 1 << place % 8
         tier.path(part).write_bytes(changed)
         assert tier.read(part) is None and not tier.path(part).exists()
+    for field, value in (("format", "kimi-k3 prefix 0"), ("namespace", "cd")):
+        header = {"format": tiers.FORMAT, "namespace": "ab", "checksum": tiers.checksum(*part, tensors), **metadata}
+        tier.path(part).write_bytes(tiers.save(tensors, metadata=header))
+        assert tier.read(part) is not None
+        tier.path(part).write_bytes(tiers.save(tensors, metadata={**header, field: value}))
+        assert tier.read(part) is None and not tier.path(part).exists()
     for other in (("b", "state"), ("a", "latents")):
         tier.path(other).write_bytes(whole)
         assert tier.read(other) is None and not tier.path(other).exists()
-    assert tier.rejected == values + 2 and caplog.text.count("its checksum is wrong") == values + 2
-    assert tier.read_bytes == len(whole)
+    assert caplog.text.count("is dropped") == values + 4 and caplog.text.count("its checksum is wrong") == values + 2
+    assert tier.read_bytes == 3 * len(whole)
     tier.close()
     behind.close()
 
