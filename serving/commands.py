@@ -1,6 +1,7 @@
 """`kimi-k3 replay`, `serve` and `cache`: arguments, and what is run and printed."""
 
 import argparse
+import math
 import tempfile
 from pathlib import Path
 
@@ -51,7 +52,8 @@ def run_cache(args: argparse.Namespace) -> None:
 
 def _bytes(text: str) -> int:
     powers = {"k": 3, "M": 6, "G": 9, "T": 12}
-    return int(float(text[:-1]) * 10 ** powers[text[-1]] if text[-1:] in powers else float(text))
+    size = float(text[:-1]) * 10 ** powers[text[-1]] if text[-1:] in powers else float(text)
+    return math.floor(size)  # what is below zero stays there, and is refused
 
 
 # An argparse type: bytes, as a number with an optional decimal suffix k, M, G or T.

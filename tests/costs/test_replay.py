@@ -158,5 +158,7 @@ def test_commands(data_dir, tmp_path, capsys):
     ):
         assert cli.main(arguments) == 2
         assert said in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main([*small, "--device-bytes", "lots"])
+    for size in ("lots", "-0.4", "inf"):
+        with pytest.raises(SystemExit):
+            cli.main([*small, f"--device-bytes={size}"])
+        assert "must be bytes such as" in capsys.readouterr().err
