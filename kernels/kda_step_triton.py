@@ -8,7 +8,6 @@ CUDA graph.
 
 import torch
 
-from . import norms_triton
 from . import triton_tools as tools
 
 triton, tl = tools.triton, tools.tl
@@ -226,10 +225,24 @@ def state_kernel(
     tl.store(out + head * V + c_v, b_o.to(out.dtype.element_ty))
 
 
+@triton.jit
+def norm_kernel(
+    out, gate, norm_weight, batch_gate, norm_eps,
+    H: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    i_b = (tl.program_id(0) // (H // BH)).to(tl.int64)
+    c = (tl.program_id(0) % (H // BH) * BH + tl.arange(0, BH))[:, None] * V + tl.arange(0, V)[None, :]  # [BH, V]
+    b_gate = sigmoid(tl.load(gate + i_b * batch_gate + c).to(tl.float32), PTX)
+    weight = tl.load(norm_weight + tl.arange(0, V)).to(tl.float32)
+    b_o = tl.load(out + i_b * (H * V) + c).to(tl.float32)
+    b_o *= tl.rsqrt(tl.sum(b_o * b_o, axis=1) / V + norm_eps)[:, None] * weight[None, :] * b_gate
+    tl.store(out + i_b * (H * V) + c, b_o.to(out.dtype.element_ty))
+
+
 def step_of_many(
     q, k, v, g, beta, gate, tails, conv_weights, parameters, norm_weight, state, norm_eps, out, new_tails, new_state
 ):
-    """One token by three kernels, into `new_tails` and `new_state` -> out; `out` has it before its norm."""
+    """One token by three kernels, into `out`, `new_tails` and `new_state`."""
     batch, heads, key_size, value_size = state.shape
     keys = torch.empty(batch, heads, 3, key_size, device=q.device, dtype=torch.float32)
     values = torch.empty(batch, heads, value_size, device=q.device, dtype=v.dtype)
@@ -246,8 +259,10 @@ def step_of_many(
         keys=keys, values=values, beta=beta, state=state, out=out, new_state=new_state, batch_beta=beta.stride(0),
         H=heads, K=key_size, V=value_size, BS=columns, IN_PLACE=new_state is state, PTX=tools.USE_PTX, num_warps=4,
     )  # fmt: skip
-    out, gate = (x.unflatten(2, (heads, value_size)) for x in (out, gate))
-    return norms_triton.forward(out, gate, norm_weight, norm_eps).flatten(2)
+    norm_kernel[(batch * (heads // together),)](
+        out=out, gate=gate, norm_weight=norm_weight, batch_gate=gate.stride(0), norm_eps=norm_eps,
+        H=heads, V=value_size, BH=together, PTX=tools.USE_PTX, num_warps=4,
+    )  # fmt: skip
 
 
 def step(q, k, v, g, beta, gate, tails, conv_weights, parameters, norm_weight, state, norm_eps, in_place):
@@ -262,7 +277,7 @@ def step(q, k, v, g, beta, gate, tails, conv_weights, parameters, norm_weight, s
     whole = (key_size, value_size) == (block_k, block_v) and min(key_size, value_size) >= 32
     if length == 1 and whole and heads * batch >= MANY * processors:
         weights = conv_weights, parameters, norm_weight
-        out = step_of_many(q, k, v, g, beta, gate, tails, *weights, state, norm_eps, out, new_tails, new_state)
+        step_of_many(q, k, v, g, beta, gate, tails, *weights, state, norm_eps, out, new_tails, new_state)
         return out, new_tails, new_state
     inputs = (q, k, v, g, beta, gate)
     # A program with a multiprocessor to itself asks for all its state at once.

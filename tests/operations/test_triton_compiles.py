@@ -89,6 +89,7 @@ CASES = [
     (kda_step_triton.step_kernel, 4, {}, {}),
     (kda_step_triton.keys_kernel, 4, {}, dict(keys="*fp32", batch_strides=("i32",) * 4)),
     (kda_step_triton.state_kernel, 4, dict(BS=64), dict(keys="*fp32")),
+    (kda_step_triton.norm_kernel, 4, {}, {}),
     (short_conv_triton.conv_kernel, 4, dict(N=3), CONVOLUTIONS),
     (short_conv_triton.conv_backward_kernel, 4, dict(N=3), dict(CONVOLUTIONS, dweights="*fp32")),
     (attn_res_triton.mix_kernel, 8, {}, {}),
@@ -161,7 +162,7 @@ def test_every_kernel_compiles():
         [sys.executable, "-P", "-c", COMPILE, *targets], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 43 * len(targets)
+    assert len(done.stdout.splitlines()) == 44 * len(targets)
 
 
 GLUON = """
