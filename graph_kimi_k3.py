@@ -507,8 +507,8 @@ def examined(model: PreTrainedModel) -> tuple[list, str | None]:
     The first compares equal as long as no parameter moved and no module, setting or adapter changed; values inside the
     parameters may, a graph reads them anew.
     """
-    matmul = torch.backends.cuda.matmul
-    precision = matmul.fp32_precision if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    matmul = getattr(getattr(torch.backends, model.device.type, None), "matmul", None)
+    precision = getattr(matmul, "fp32_precision", None) or getattr(matmul, "allow_tf32", None)
     computation: list[Any] = [dispatch.use_triton, torch.are_deterministic_algorithms_enabled(), precision]
     computation += [_plain(vars(model.config)), _plain(vars(model.config.get_text_config(decoder=True)))]
     devices: set[torch.device] = set()

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3 import __main__ as cli
-from kimi_k3.serving import engine
 from kimi_k3.serving.prefix_cache import PrefixCache
 from kimi_k3.serving.server import Limits, build_app
 from waiting import PATIENCE, until
@@ -179,13 +178,17 @@ def test_other_addresses(running):
 
 def before_a_token(monkeypatch, action):
     """Have the engine do `action(job)` before each token that follows the first."""
-    asked = engine._Interrupted.__call__
+    generate = PrefixCache.generate
 
-    def criterion(interrupted, *args, **kwargs):
-        action(interrupted.job)
-        return asked(interrupted, *args, **kwargs)
+    def watched(cache, ids, streamer, stopping_criteria, **options):
+        def act(input_ids, scores, **kwargs):
+            action(streamer.job)
+            return torch.zeros(1, dtype=torch.bool)
 
-    monkeypatch.setattr(engine._Interrupted, "__call__", criterion)
+        criteria = [act, *stopping_criteria]
+        return generate(cache, ids, streamer=streamer, stopping_criteria=criteria, **options)
+
+    monkeypatch.setattr(PrefixCache, "generate", watched)
 
 
 def test_many_clients_some_of_which_go_away(running, monkeypatch):
