@@ -468,7 +468,8 @@ def test_other_modes_run_as_they_are(model, captures):
 @pytest.mark.skipif(ON_GPU, reason="there a graph is captured")
 def test_nothing_is_captured_on_a_cpu(model, monkeypatch):
     monkeypatch.setattr(graph_kimi_k3.CapturedSteps, "__init__", None)
-    generate(model, tokens(1, PROMPT))
+    ids = tokens(1, PROMPT)
+    assert torch.equal(generate(model, ids)[:, :PROMPT], ids)  # and no step was made, which would fail
 
 
 def test_a_moved_parameter_or_a_changed_module_is_captured_anew(model, captures):
