@@ -179,6 +179,7 @@ def test_turns_on_a_returned_cache(every_model, captures, padded):
     assert all(a is b for a, b in zip(buffers, [x.buffer for x in cache.layers if hasattr(x, "buffer")], strict=True))
 
 
+@pytest.mark.one_release
 def test_a_first_cache_that_is_still_in_use(every_model, captures):
     """The second call gets buffers of its own; the third takes those of a cache that is gone."""
     ids, others = tokens(1, PROMPT), tokens(1, PROMPT, seed=1)
@@ -278,6 +279,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("at", [1, 2, 6])
 @pytest.mark.parametrize("how", ["stops", "raises"])
 def test_a_break_in_the_middle(every_model, captures, at, how):
@@ -675,6 +677,7 @@ def test_inference_mode_and_back(model, captures):
     model.zero_grad()
 
 
+@pytest.mark.one_release
 def test_threads_do_not_share_buffers(model, captures):
     texts = {seed: tokens(1, PROMPT, seed) for seed in range(3)}
     expected = {seed: plain(model, ids, 40) for seed, ids in texts.items()}

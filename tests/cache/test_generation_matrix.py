@@ -27,6 +27,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import tiny
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache
+from pairwise import pairwise
 
 VOCABULARY = tiny.VOCABULARY
 NEW = 5
@@ -39,7 +40,10 @@ def small_model(layers, k3, seed=1):
     return tiny.model(layers, seed, **{"initializer_range": 0.23, **family})
 
 
-@pytest.fixture(scope="module", params=["k3", "kimi-linear"])
+FAMILIES = ["k3", "kimi-linear"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request):
     return small_model("kmk", True) if request.param == "k3" else small_model("km", False)
 
@@ -185,16 +189,16 @@ def cache_of_first_half(model, shape, copies):
     return cache
 
 
-def kinds_of_cache(shape):
-    yield from ("dynamic", "own")
-    if max(shape.lengths) > 1:  # a cache goes on with at least one new token
-        yield "continued"
-    if not shape.embeds:  # transformers turns the cache on for inputs_embeds
-        yield "none"
+def can_be(family, name, kind, mode):
+    """A cache goes on with at least one new token, and transformers turns the cache on for inputs_embeds."""
+    shape = SHAPES[name]
+    return not (kind == "continued" and max(shape.lengths) == 1) and not (kind == "none" and shape.embeds)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name, kind", [(name, kind) for name in SHAPES for kind in kinds_of_cache(SHAPES[name])])
+MATRIX = pairwise(FAMILIES, SHAPES, ["dynamic", "own", "continued", "none"], MODES, allowed=can_be)
+
+
+@pytest.mark.parametrize("model, name, kind, mode", MATRIX, indirect=["model"])
 def test_matrix(model, name, kind, mode):
     """Faults 31, 42: a row's text is what the row alone gives, whatever cache, neighbours and form of the input."""
     shape, settings = SHAPES[name], MODES[mode][1]
@@ -251,9 +255,12 @@ def test_the_second_turn_of_a_batch_whose_rows_ended_apart(model):
         model.generate(both, attention_mask=both_mask, **{CACHE: first[CACHE]}, **settings)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 500])
-@pytest.mark.parametrize("kind", ["dynamic", "continued", "new-ids-only"])
-@pytest.mark.parametrize("name", ["one", "left-padded", "chunk-plus-1"])
+CHUNKS = pairwise(
+    FAMILIES, ["one", "left-padded", "chunk-plus-1"], ["dynamic", "continued", "new-ids-only"], [1, 7, 64, 500]
+)
+
+
+@pytest.mark.parametrize("model, name, kind, chunk", CHUNKS, indirect=["model"])
 def test_prefill_in_chunks(model, name, kind, chunk):
     """Any chunk size, a cache that already holds a part, and the ids it lacks alone, too."""
     shape, seen = SHAPES[name], []
@@ -274,12 +281,15 @@ def test_prefill_in_chunks(model, name, kind, chunk):
     assert sum(prefill) == new and max(prefill) == min(chunk, new) and len(prefill) == -(-new // chunk)
 
 
-ASSISTED = ["drafter", "llama", "itself", "prompt-lookup", "early-exit"]
+ASSISTED = pairwise(
+    FAMILIES,
+    ["one", "padded", "one-token", "chunk", "repetitive"],
+    ["dynamic", "own", "chunks"],
+    ["drafter", "llama", "itself", "prompt-lookup", "early-exit"],
+)
 
 
-@pytest.mark.parametrize("mode", ASSISTED)
-@pytest.mark.parametrize("kind", ["dynamic", "own", "chunks"])
-@pytest.mark.parametrize("name", ["one", "padded", "one-token", "chunk", "repetitive"])
+@pytest.mark.parametrize("model, name, kind, mode", ASSISTED, indirect=["model"])
 def test_assisted_decoding(model, name, kind, mode):
     """Faults 36, 37: whoever drafts, the text is that of greedy decoding."""
     row = tokens(6, 1).repeat(5) if name == "repetitive" else tokens({"one-token": 1, "chunk": 64}.get(name, 21), 4)
@@ -355,8 +365,8 @@ def unprocessed(model, num_beams):
         return model.generate(ids, attention_mask=mask, use_cache=False, **settings)
 
 
-@pytest.mark.parametrize("num_beams", [1, BEAMS])
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.one_release
+@pytest.mark.parametrize("model, name, num_beams", pairwise(FAMILIES, PROCESSORS, [1, BEAMS]), indirect=["model"])
 def test_logits_processors(model, name, num_beams):
     """What works on the scores works on those of the row alone; some rows of a batch end before others."""
     settings = {**NO_EOS, "max_new_tokens": 7, "do_sample": False, "num_beams": num_beams, **PROCESSORS[name]}
@@ -370,8 +380,11 @@ def test_logits_processors(model, name, num_beams):
     assert text.shape != plain.shape or not torch.equal(text, plain), "the setting acts at all"
 
 
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.0])
+ENDS = pairwise(FAMILIES, [False, True, "never"], [-1.0, 0.0, 2.0])
+
+
+@pytest.mark.one_release
+@pytest.mark.parametrize("model, early_stopping, length_penalty", ENDS, indirect=["model"])
 def test_beams_that_end(model, early_stopping, length_penalty):
     """Beams leave at different steps, so the rows of the cache are reordered and repeated in every way."""
     settings = {**NO_EOS, "max_new_tokens": 9, "num_beams": 4, "num_return_sequences": 4, "do_sample": False}

@@ -159,6 +159,7 @@ def test_prompt_lookup_equals_greedy(model):
     assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=5), generate(model, ids))
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("noise", [0.0, 0.05, 1.0], ids=["same", "similar", "random"])
 def test_any_drafter_gives_the_greedy_text(model, noise):
     """Faults 36, 48: the text does not depend on the drafter, even a random one."""

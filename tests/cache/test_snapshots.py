@@ -225,6 +225,7 @@ SHAPES = st.tuples(
 )
 
 
+@pytest.mark.one_release
 @settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(shape=SHAPES, data=st.data())
 @torch.no_grad()

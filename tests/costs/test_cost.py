@@ -13,6 +13,8 @@ from kimi_k3 import __main__ as cli
 from kimi_k3.costs import formulas
 from kimi_k3.costs.report import cost_of, read_cost
 
+pytestmark = pytest.mark.one_release
+
 kda = importlib.import_module("kimi_k3.kernels.kda")
 FOLDERS = ("k3_tiny_mxfp4", "k3_dense_flat", "kimi_linear_flat")
 

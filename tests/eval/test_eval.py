@@ -121,6 +121,7 @@ def tiny_k3(data_dir):
     return AutoModelForCausalLM.from_pretrained(data_dir / "k3_tiny_mxfp4", dtype=torch.float32).eval()
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("make", [tiny_k3, native_kimi_linear, tiny_llama])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_answers_are_those_of_generate_on_the_whole_prompt(make, batch, data_dir):
@@ -186,10 +187,10 @@ def test_scores_are_equal_at_any_batch_and_the_file_too(tmp_path):
     haystack = open_haystack([str(SMALL / "sample.txt")], tokens)
     plan = Plan(("fact", "multivalue"), (420,), depths=2, samples=1)
     files = []
-    for batch in (1, 4, None):
+    for batch in (1, None):
         lines = evaluate(ModelReader(model, tokens, batch=batch), tokens, haystack, plan, tmp_path / str(batch))
         files.append((tmp_path / str(batch) / "results.jsonl").read_bytes())
-    assert files[0] == files[1] == files[2]
+    assert files[0] == files[1]
     scores = {cell["task"]: cell["score"] for cell in summary(lines)}
     assert scores["fact"] == 1 and 0 < scores["multivalue"] < 1
 
@@ -197,7 +198,7 @@ def test_scores_are_equal_at_any_batch_and_the_file_too(tmp_path):
 @pytest.mark.one_release
 def test_a_random_model_is_at_chance(random_model, tmp_path):
     lines = evaluate(
-        ModelReader(random_model, LETTERS, batch=16), LETTERS, NOISE, Plan(tuple(TASKS), (1024,), 2, 1), tmp_path
+        ModelReader(random_model, LETTERS, batch=16), LETTERS, NOISE, Plan(tuple(TASKS), (1024,), 1, 1), tmp_path
     )
     cells = summary(lines)
     assert [cell["task"] for cell in cells] == list(TASKS)
@@ -469,6 +470,7 @@ def test_a_server_that_cuts_prompts_gets_no_score(server, tmp_path):
     assert not results(tmp_path)
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize(
     ("mood", "sentence"),
     [

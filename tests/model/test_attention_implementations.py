@@ -198,6 +198,7 @@ def test_what_reaches_a_flash_kernel(model, flash):
     torch.testing.assert_close(embeds.grad, other.grad, **EXACT)
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_compiled_flex_attention(model):
     """In float32, as what torch generates for a CPU knows no float64."""

@@ -134,6 +134,7 @@ def test_mixing_devices_raises():
         torch.ones(2, device=DEVICES[0]) + torch.ones(2, device=DEVICES[1])
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("kind", ["growing", "static", "offloaded"])
 @torch.no_grad()
 def test_states_lie_with_their_layers(model, kind):

@@ -111,6 +111,7 @@ PACKINGS = [
 ]
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 @pytest.mark.parametrize("names", PACKINGS, ids=lambda names: names[0] if len(names) == 1 else "collator")
 def test_packed_documents_do_not_touch(model, attention, names):
@@ -465,6 +466,7 @@ def test_compiles_as_one_graph(data_dir, folder, layers):
     torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, **EXACT)
 
 
+@pytest.mark.one_release
 def test_a_compiled_model_trains(float_model):
     """One graph with float experts: logits and gradients are the uncompiled ones; the selection bias gets none."""
     model, ids = float_model.train(), tokens(2, 70)

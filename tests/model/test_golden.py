@@ -122,6 +122,7 @@ def test_greedy_without_cache(golden):
         ids = torch.cat([ids, chosen[:, None]], dim=1)
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("pieces", ["1", "2", "3", "5-1-64-70", "149-1"])
 @torch.no_grad()
 def test_any_split_of_the_prompt(golden, pieces):

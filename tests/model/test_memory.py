@@ -12,6 +12,8 @@ import kimi_k3
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 
+pytestmark = pytest.mark.one_release
+
 VOCABULARY = 2048
 
 

@@ -133,16 +133,16 @@ def test_bfloat16_is_as_near_to_float32_as_the_torch_path(data_dir, both_ways):
 
 @pytest.mark.parametrize(
     ("name", "cache"),
-    [("k3_dense_flat", "dynamic"), ("k3_dense_flat", "static"), ("kimi_linear_flat", "static")],
+    [("k3_dense_flat", "dynamic"), ("kimi_linear_flat", "static")],
 )
 @torch.no_grad()
 def test_greedy_text_of_a_padded_batch(name, cache, data_dir, both_ways):
     model = load(data_dir / name, torch.float32)
-    ids = random_ids(model, 2, 9)
+    ids = random_ids(model, 2, 5)
     mask = torch.ones_like(ids)
-    mask[0, :4] = 0
+    mask[0, :2] = 0
     options = {
-        "max_new_tokens": 12 if ON_GPU else 3,
+        "max_new_tokens": 12 if ON_GPU else 2,
         "do_sample": False,
         "cache_implementation": cache,
         "disable_compile": True,

@@ -11,6 +11,8 @@ from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
 from kimi_k3.kernels.cross_entropy import chunked_cross_entropy
 from rounding import EXACT, error
 
+pytestmark = pytest.mark.one_release
+
 
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):
     """Shapes of all tensors that are made inside."""

@@ -16,6 +16,8 @@ from kimi_k3.training import QKClip, QuantileBalancer
 from rounding import EXACT
 from waiting import PATIENCE, run_script
 
+pytestmark = pytest.mark.one_release
+
 LENGTH = 151  # the parts have 76 and 75 tokens
 DIED = 7
 

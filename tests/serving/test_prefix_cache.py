@@ -302,6 +302,7 @@ def test_a_state_is_valid_in_all_layers_or_in_none(tmp_path):
     assert check(make(device_bytes=0, folder=tmp_path, disk_bytes=1 << 30), tokens(9)) == 0
 
 
+@pytest.mark.one_release
 def test_write_back_moves_less_than_write_through(tmp_path):
     moved = {}
     for through in (True, False):
@@ -359,6 +360,7 @@ def test_prefetch_brings_a_prefix_up(tmp_path):
     assert cache.stats()["tiers"]["disk"]["read_bytes"] == read
 
 
+@pytest.mark.one_release
 def test_threads_share_it(tmp_path):
     """Eight threads, a device tier that is too small for them: every answer is that of a cold run."""
     cache = make(device_bytes=6 * STATE_BYTES, host_bytes=20 * STATE_BYTES, folder=tmp_path, disk_bytes=1 << 30,
@@ -406,6 +408,7 @@ for seed in range(10**6):
 """
 
 
+@pytest.mark.one_release
 def test_disk_full_two_processes_and_a_kill(tmp_path):
     """Fault 49: a process meets a full disk, then writes into a folder that this one uses at the same time, until it is
     killed. Nothing wrong is served, and everything it had flushed is there."""
@@ -788,6 +791,7 @@ class Histories(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
+@pytest.mark.one_release
 def test_histories():
     """Faults 48, 51: whatever was kept, evicted, damaged or lost, no state is used at another boundary than its own."""
     run_state_machine_as_test(

@@ -115,6 +115,7 @@ def test_a_second_turn_is_found_in_the_prefix_cache(running):
     assert running.metric("kimi_k3_prefix_cache_bytes", tier="device") == running.cache.tiers[0].used > 0
 
 
+@pytest.mark.one_release
 def test_stop_texts_end_the_answer_and_are_not_in_it(running):
     whole = greedy(running, PROMPT, 40)
     stop = whole[12:15]
@@ -126,6 +127,7 @@ def test_stop_texts_end_the_answer_and_are_not_in_it(running):
     assert running.stream(max_tokens=40, stop=["never said at all"])[0] == whole
 
 
+@pytest.mark.one_release
 def test_a_seed_gives_the_same_sample_again(running):
     options = {"max_tokens": 20, "temperature": 1.0, "top_p": 0.9}
     one, two, other = (running.ask(seed=seed, **options).json()["choices"][0]["text"] for seed in (5, 5, 6))
@@ -191,6 +193,7 @@ def before_a_token(monkeypatch, action):
     monkeypatch.setattr(PrefixCache, "generate", watched)
 
 
+@pytest.mark.one_release
 def test_many_clients_some_of_which_go_away(running, monkeypatch):
     """Answers of clients that stay equal those of one at a time; those that leave leave nothing behind."""
 
@@ -221,6 +224,7 @@ def test_many_clients_some_of_which_go_away(running, monkeypatch):
     assert not running.cache.index.root.pins
 
 
+@pytest.mark.one_release
 def test_time_and_queue_are_limited(model, monkeypatch):
     """504 when a request takes too long, 429 when too many wait."""
     may_run = threading.Event()

@@ -15,11 +15,11 @@ from waiting import run_script
 EXPERTS, TOP_K, BINS = 16, 3, 1000
 
 
-def build(seed=0, skew=0.0, **changes):
+def build(seed=0, skew=0.0, layers="kkkm", **changes):
     """A float64 model (rounding cannot move a token over the border of a bin) whose routers prefer some experts."""
     torch.manual_seed(seed)
     settings = {"num_experts": EXPERTS, "num_experts_per_token": TOP_K, **changes}
-    model = KimiK3ForCausalLM(tiny.config("kkkm", hidden_size=33, **settings)).double().train()
+    model = KimiK3ForCausalLM(tiny.config(layers, hidden_size=33, **settings)).double().train()
     with torch.no_grad():
         for router in routers(model):
             router.weight.normal_(std=0.3)
@@ -136,7 +136,7 @@ def test_a_skewed_router_is_balanced_and_the_load_reported():
 @pytest.mark.parametrize("balanced", [True, False])
 def test_fifty_steps_of_training_on_skewed_data(balanced):
     """Under 1.1 with Quantile Balancing, above 3 without; the last steps are large, so that chance hides neither."""
-    model = build(skew=0.03, vocab_size=2048)
+    model = build(skew=0.03, vocab_size=2048, layers="kkm")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
     balancer = QuantileBalancer(model)

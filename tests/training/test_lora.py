@@ -499,6 +499,7 @@ def test_export_reads_as_ordinary_adapters_of_unfused_experts(model, tmp_path):
             torch.testing.assert_close(parts[2], down[expert])
 
 
+@pytest.mark.one_release
 def test_adapters_of_packed_experts_learn(tmp_path):
     """The small checkpoint, experts only: held-out loss falls, and the merged save gives the adapter's logits."""
     tokenizer = AutoTokenizer.from_pretrained(SMALL)

@@ -35,6 +35,7 @@ def tokens(rows, length, seed=0):
     return torch.randint(3, tiny.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_seeds_reproduce_bit_for_bit(variant, checkpointing):
@@ -280,6 +281,7 @@ def test_resized_embeddings(variant, size, tmp_path):
     assert (loaded.lm_head.weight.grad is loaded.model.embed_tokens.weight.grad) == (variant == "tied")
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 @settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
