@@ -28,6 +28,7 @@ from .cache_layers_kimi_k3 import (
 from .configuration_kimi_k3 import KimiK3TextConfig
 from .kernels_kimi_k3 import (
     attn_res,
+    dispatch,
     kda,
     kda_step,
     mla_decode,
@@ -167,7 +168,7 @@ class KimiK3DeltaAttention(nn.Module):
         passed: dict[int, KDAState] = {}
         with kda.full_precision(x.device):
             few = packing is None and length <= kda_step.MAX_TOKENS and not boundaries
-            few = few and not self.o_norm.weight.is_meta  # an offloaded norm has its weight only while it is called
+            few = few and dispatch.stands_for_call(self.o_norm, KimiK3RMSNormGated)
             if few and cache_layer is not None and before.tails is not None and before.recurrent is not None:
                 out, tails, recurrent = kda_step.kda_step(
                     *projected,
@@ -323,8 +324,7 @@ class KimiK3MLAttention(nn.Module):
 
     def _absorbing_is_cheaper(self, queries: int, keys: int) -> bool:
         """Multiplications a head: expanding costs `kv_rank * (nope + v)` a key, absorbing makes each pair wider."""
-        # An adapter in the place of `kv_b_proj` acts, and an offloaded weight is there, only when the module is called.
-        if queries == keys or type(self.kv_b_proj) is not nn.Linear or self.kv_b_proj.weight.is_meta:
+        if queries == keys or not dispatch.stands_for_call(self.kv_b_proj, nn.Linear):
             return False
         wider = 2 * self.kv_rank - self.nope_dim - self.v_dim
         return queries * wider < self.kv_rank * (self.nope_dim + self.v_dim)
@@ -714,9 +714,8 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         if self.block_size is None or (len(sources) == 1 and not torch.is_grad_enabled()):
             return sources[0], layernorm(sources[0])
         norm, proj = getattr(self, f"{sublayer}_res_norm"), getattr(self, f"{sublayer}_res_proj")
-        # A norm that is offloaded, hooked or replaced acts only when it is called.
-        plain = type(layernorm) is KimiK3RMSNorm and not layernorm.weight.is_meta and not layernorm._forward_hooks
-        weight = (layernorm.weight, layernorm.eps) if plain else (None, 0.0)
+        fused = dispatch.stands_for_call(layernorm, KimiK3RMSNorm)
+        weight = (layernorm.weight, layernorm.eps) if fused else (None, 0.0)
         return attn_res.attn_res_mix_norm(sources, norm(), proj(), self.eps, *weight, layernorm)
 
 

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from . import dispatch
+
 IGNORED = -100
 
 
@@ -90,10 +92,11 @@ def causal_lm_loss(
     Raises:
         ValueError: for a head that is more than its weight, or is spread over processes.
     """
-    if not isinstance(head, torch.nn.Linear) or head.bias is not None or hasattr(head.weight, "device_mesh"):
+    plain = isinstance(head, torch.nn.Linear) and head.bias is None and not dispatch.is_intercepted(head)
+    if not plain or hasattr(head.weight, "device_mesh"):
         raise ValueError(
-            f"loss_chunk reads the weight of lm_head alone, and this {type(head).__name__} has an adapter, a bias or a "
-            "weight that processes share: set loss_chunk to None"
+            f"loss_chunk reads the weight of lm_head alone, and this {type(head).__name__} has an adapter, a bias, a "
+            "hook or a weight that processes share: set loss_chunk to None"
         )
     targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shift_labels is None else shift_labels
     targets = targets.to(hidden.device).flatten()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._triton import has_triton
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,24 @@ def triton_refusal(*tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> str |
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd will want a backward pass of what is computed from these."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def is_intercepted(module: torch.nn.Module) -> bool:
+    """Whether somebody acts where the module is called: a hook, its own or of all modules, or a forward of its own."""
+    # accelerate wraps every module of a model on several devices; without offloading the wrapper only moves inputs
+    hook = getattr(module, "_hf_hook", None)
+    only_moves = type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return any(hooks) or _has_any_global_hook() or ("forward" in module.__dict__ and not only_moves)
+
+
+def stands_for_call(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
+    """Whether an operation may read `module.weight`, which it fuses with others, in place of calling the module.
+
+    Not where a call does more than the class `kind` says: an adapter or a parametrization has made another class of
+    the module, it is intercepted, or its weight is offloaded until it is called.
+    """
+    return type(module) is kind and not module.weight.is_meta and not is_intercepted(module)
 
 
 def token_rows(x: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..kernels import kda_context, short_conv
+from ..kernels import dispatch, kda_context, short_conv
 from ..packing_kimi_k3 import causal_mask, find_packing, packed_offsets
 
 # torch 2.13 renamed them
@@ -389,9 +389,8 @@ class ContextPlan:
         latents = _Exchange.apply(latents, lambda x: _gathered(x, self.parts, self.group), self._scattered)
 
         def kv_b(latent):
-            if type(module.kv_b_proj) is nn.Linear and not module.kv_b_proj.weight.is_meta:
+            if dispatch.stands_for_call(module.kv_b_proj, nn.Linear):
                 return F.linear(latent, module.kv_b_proj.weight[first * size : (first + share) * size])
-            # An adapter in its place acts, and an offloaded weight is loaded, only when it is called.
             return module.kv_b_proj(latent)[..., first * size : (first + share) * size]
 
         mask = self._mask(module.config, query)

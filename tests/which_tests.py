@@ -50,7 +50,7 @@ TESTS = {
     "kernels_kimi_k3.py": ("project/test_imports.py", GOLDEN, "model/test_remote_code.py"),
     "layers_kimi_k3.py": (
         EQUATIONS, GOLDEN, INITIALISATION, GENERATION, "model/test_attention_implementations.py", CONTRACT, ROLLBACK,
-        "training/test_training.py", STATIC, MODEL_KERNELS,
+        "training/test_training.py", STATIC, MODEL_KERNELS, "model/test_hooks.py",
     ),
     "modeling_kimi_k3.py": (
         EQUATIONS, GOLDEN, CONTRACT, GENERATION, "cache/test_long_generation.py", CHECKPOINT, INITIALISATION,
@@ -97,7 +97,9 @@ TESTS = {
     "kernels/attn_res.py": (OPS, "operations/test_attn_res_triton.py", GOLDEN, "model/test_memory.py"),
     "kernels/attn_res_triton.py": ("operations/test_attn_res_triton.py", COMPILES),
     "kernels/cross_entropy.py": ("operations/test_cross_entropy.py",),
-    "kernels/dispatch.py": ("operations/test_dispatch.py", "operations/test_router_triton.py", MODEL_KERNELS),
+    "kernels/dispatch.py": (
+        "operations/test_dispatch.py", "operations/test_router_triton.py", MODEL_KERNELS, "model/test_hooks.py",
+    ),
     "kernels/expert_rows_triton.py": ("operations/test_expert_rows_triton.py", COMPILES),
     "kernels/experts.py": (
         OPS, "operations/test_expert_rows_triton.py", INITIALISATION, "operations/test_experts_triton.py",

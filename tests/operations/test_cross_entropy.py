@@ -135,10 +135,14 @@ def test_a_model_never_makes_the_logits_of_all_tokens(data_dir):
     assert 4 in rows and max(rows) == config.hidden_size  # the head's weight as it is multiplied
 
 
-def test_an_adapter_on_the_head_is_refused(data_dir):
+@pytest.mark.parametrize("what", ["adapter", "hook"])
+def test_a_head_that_is_more_than_its_weight_is_refused(data_dir, what):
     peft = pytest.importorskip("peft")
-    model = small(data_dir, loss_chunk=4)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"])).train()
+    adapted = model = small(data_dir, loss_chunk=4)
+    if what == "adapter":
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"])).train()
+    else:
+        model.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
     ids = torch.randint(3, 160, (1, 6))
     with pytest.raises(ValueError, match=r"reads the weight of lm_head alone.*set loss_chunk to None"):
         adapted(input_ids=ids, labels=ids, use_cache=False)
