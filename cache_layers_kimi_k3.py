@@ -98,11 +98,24 @@ class _StateLayer(CacheLayerMixin):
         """The layer that stands at the boundary of `kept`, the layer of a snapshot."""
         return kept.fork()
 
+    def __copy__(self):
+        """A second holder of the same tensors; without this one, `copy.copy` would take what is pickled."""
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled and deep-copied: tensors of its own, so that a process that is handed them in shared memory
+        does not write into these, and cut off from autograd, whose graph cannot be copied."""
+        return _copied(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     def __deepcopy__(self, memo):
-        """A copy cut off from autograd, whose graph cannot be copied."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__ = _copied(self.__dict__)
+        copied.__setstate__(self.__getstate__())
         return copied
 
 
@@ -251,9 +264,9 @@ class KDACacheLayer(_StateLayer):
     def batch_size(self) -> int:
         return self._current().tensors[0].shape[0] if self.is_initialized else -1
 
-    def __deepcopy__(self, memo):
+    def __getstate__(self):
         self._own()
-        return super().__deepcopy__(memo)
+        return super().__getstate__()
 
     def fork(self) -> "KDACacheLayer":
         """A second holder of the same state: tensors are replaced, never written, so they can be shared."""
@@ -396,10 +409,13 @@ class LatentCacheLayer(_StateLayer):
         forked.seq_length = column
         return forked
 
-    def __deepcopy__(self, memo):
-        copied = super().__deepcopy__(memo)
-        copied._holders, copied.stepping = weakref.WeakSet([copied]), None
-        return copied
+    def __getstate__(self):
+        state = {**self.__dict__, "stepping": None, "buffer": self.filled() if self.buffer is not None else None}
+        del state["_holders"]
+        return _copied(state)
+
+    def __setstate__(self, state):
+        super().__setstate__({**state, "_holders": weakref.WeakSet([self])})
 
     def load(self, tensors: list[torch.Tensor], seq_length: int) -> None:
         self.reset()

@@ -1,8 +1,11 @@
 """State reuse: snapshots, forks, files, and random histories of a cache against documents run alone."""
 
 import copy
+import io
+import pickle
 import subprocess
 import sys
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -93,6 +96,68 @@ def test_a_snapshot_of_another_kind_is_refused(model):
         HybridCache(model.config).restore(HybridCache(model.config, max_length=9))
     with pytest.raises(ValueError, match="room for a token"):
         HybridCache(model.config, max_length=0)
+
+
+def through_torch_save(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+COPIES = {
+    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
+    "torch_save": through_torch_save,
+    # What a queue of `torch.multiprocessing` hands over: tensors in memory that both processes share.
+    "shared_memory": lambda thing: ForkingPickler.loads(ForkingPickler.dumps(thing)),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("kind", ["growing", "recording", "padded", "static", "autograd"])
+@pytest.mark.parametrize("how", COPIES)
+def test_a_cache_is_pickled(model, kind, how):
+    """The copy goes on from the boundary by itself, whatever the cache that it was made of does."""
+    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    if kind == "padded":
+        mask[1, :4] = 0
+    cache = HybridCache(model.config, max_length=30 if kind == "static" else None)
+    if kind == "recording":
+        cache.activate_past_recording()
+    with torch.set_grad_enabled(kind == "autograd"):
+        model(ids[:, :12], attention_mask=mask[:, :12], **{CACHE: cache})
+        assert cache.layers[0].tensors()[0].requires_grad == (kind == "autograd")
+    copied = COPIES[how](cache)
+    assert type(copied) is HybridCache and copied.get_seq_length() == 12
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits[:, 12:]
+        other = torch.ones(2, 15, dtype=torch.long)
+        other[:, :12] = mask[:, :12]
+        model(tokens(2, 3, 9), attention_mask=other, **{CACHE: cache})  # writes behind what the copy reads
+        if kind == "recording":
+            copied.crop(-4)
+            got = model(ids[:, 8:], **{CACHE: copied}).logits[:, 4:]
+        else:
+            got = model(ids[:, 12:], attention_mask=mask, **{CACHE: copied}).logits
+    torch.testing.assert_close(got, expected, **EXACT)
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_model_output_is_pickled(model, how):
+    with torch.no_grad():
+        out = model(tokens(1, 5), output_hidden_states=True)
+    copied = COPIES[how](out)
+    assert type(copied) is type(out) and copied.keys() == out.keys()
+    assert torch.equal(copied.logits, out.logits) and torch.equal(copied.hidden_states[1], out.hidden_states[1])
+    assert copied.cache is copied.past_key_values and copied.cache.get_seq_length() == 5
+
+
+def test_a_pickled_cache_has_no_spare_room(model):
+    cache = HybridCache(model.config)
+    assert len(pickle.dumps(cache)) < 10_000
+    cache.reserve(10_000)
+    with torch.no_grad():
+        model(tokens(1, 40), **{CACHE: cache})
+    assert len(pickle.dumps(cache)) < cache.nbytes + 10_000
 
 
 def test_a_snapshot_copies_nothing(model):
