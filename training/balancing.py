@@ -34,7 +34,8 @@ class RouterRecorder:
         layers = [layer for layer in model.modules() if hasattr(layer, "block_sparse_moe")]
         if not layers:
             raise ValueError(f"{type(model).__name__} has no MoE layer whose router could be balanced")
-        self.routers = [_router(layer) for layer in layers]
+        # Those that run. An adapter that trains the router whole (`modules_to_save`) runs a copy of it.
+        self.routers = [_routers(layer)[0] for layer in layers]
         config = self.routers[0].config
         groups = config.num_expert_group or 1
         if config.use_grouped_topk and groups != (config.topk_group or 1):
@@ -48,31 +49,48 @@ class RouterRecorder:
         self._handles = [
             layer.register_forward_hook(self._hook(index), with_kwargs=True) for index, layer in enumerate(layers)
         ]
+        self._ran = list(self.routers)  # in the last forward, whoever ran it
+        for index, layer in enumerate(layers):
+            self._handles += [router.register_forward_hook(self._notice(index)) for router in _routers(layer)]
 
     def close(self) -> None:
         """Stop recording."""
         while self._handles:
             self._handles.pop().remove()
 
+    def take(self, index: int, router: nn.Module) -> None:
+        """From here on this router runs in MoE layer number `index`."""
+        self.routers[index] = router
+
     def record(self, index: int, scores: torch.Tensor) -> None:
         """Take in the scores [T, E] of MoE layer number `index`, sigmoid applied."""
         raise NotImplementedError
+
+    def _notice(self, index):
+        def hook(router, args, output):
+            self._ran[index] = router
+
+        return hook
 
     def _hook(self, index):
         @torch.no_grad()
         def hook(layer, args, kwargs, output):
             recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass
-            if not layer.training or recomputing:
+            # Without its adapter a model runs for comparison, as the reference of preference training.
+            refers = getattr(layer.block_sparse_moe.gate, "disable_adapters", False)
+            if not layer.training or recomputing or refers:
                 return
+            if self._ran[index] is not self.routers[index]:
+                self.take(index, self._ran[index])
             logits, real = output[3], getattr(kwargs.get("packing"), "order", None)
             self.record(index, torch.sigmoid(logits if real is None else logits[real]))
 
         return hook
 
 
-def _router(layer: nn.Module) -> nn.Module:
-    """The module with the selection bias; an adapter may have been wrapped around it."""
-    return next(m for m in layer.block_sparse_moe.gate.modules() if "e_score_correction_bias" in m._buffers)
+def _routers(layer: nn.Module) -> list[nn.Module]:
+    """The modules with a selection bias: one, or below an adapter's wrapper the frozen one and then its copies."""
+    return [m for m in layer.block_sparse_moe.gate.modules() if "e_score_correction_bias" in m._buffers]
 
 
 class QuantileBalancer(RouterRecorder):
@@ -101,6 +119,10 @@ class QuantileBalancer(RouterRecorder):
             dtype=torch.int32,
             device=self.routers[0].e_score_correction_bias.device,
         )
+
+    def take(self, index: int, router: nn.Module) -> None:
+        super().take(index, router)
+        self._counts[index].zero_()
 
     def record(self, index: int, scores: torch.Tensor) -> None:
         bias = self.routers[index].e_score_correction_bias.to(scores.dtype)

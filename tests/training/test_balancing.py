@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
 import tiny
@@ -230,6 +231,28 @@ def test_the_bias_is_no_parameter():
     torch.testing.assert_close(chosen_loads(model.train(), ids), chosen_loads(model.eval(), ids), atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_router_that_runs_is_balanced(when):
+    """Of an adapter that trains the router whole: its copy, and not the frozen one, which the reference passes of
+    preference training run."""
+    plain, model, ids = build(skew=0.03), build(skew=0.03), tokens(8, 40)
+    alone = QuantileBalancer(plain)
+    balancer = QuantileBalancer(model) if when == "before" else None
+    options = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["gate"], task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, options).train()
+    balancer = balancer or QuantileBalancer(adapted)
+    for _ in range(3):
+        plain(input_ids=ids, use_cache=False)
+        adapted(input_ids=ids, use_cache=False)
+        with adapted.disable_adapter(), torch.no_grad():
+            adapted(input_ids=ids.flip(1), use_cache=False)
+        torch.testing.assert_close(balancer.step(), alone.step())
+    wrappers = routers(adapted.get_base_model())
+    moved = torch.stack([wrapper.modules_to_save["default"].e_score_correction_bias for wrapper in wrappers])
+    torch.testing.assert_close(moved, biases(plain), rtol=0, atol=1e-12)
+    assert moved.any() and not any(wrapper.original_module.e_score_correction_bias.any() for wrapper in wrappers)
+
+
 def test_what_cannot_be_balanced_is_refused():
     dense = build(num_experts=None, routed_expert_hidden_size=None)
     with pytest.raises(ValueError, match="no MoE layer"):
@@ -315,7 +338,7 @@ def test_with_the_trainer(tmp_path):
     logged = [entry["router_max_load"] for entry in trainer.state.log_history if "router_max_load" in entry]
     assert len(logged) == 16
     assert logged[-1] < 1.7 < 2.5 < logged[0]
-    assert not any(layer._forward_hooks for layer in model.model.layers), "recording ends with the training"
+    assert not any(module._forward_hooks for module in model.modules()), "recording ends with the training"
 
 
 if __name__ == "__main__":
