@@ -15,6 +15,7 @@ from transformers.integrations import use_experts_implementation
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
 from .cache_kimi_k3 import HybridCache
@@ -44,6 +45,8 @@ from .kernels_kimi_k3 import (
 )
 from .packing_kimi_k3 import Packing, StepPacking
 from .rollback_kimi_k3 import KDAState, ProjectedInputs
+
+logger = logging.get_logger(__name__)
 
 # The latent norms of MLA keep the default of the official module, not `rms_norm_eps` (docs/design.md, disputed facts).
 LATENT_NORM_EPS = 1e-6
@@ -603,6 +606,8 @@ class KimiK3SparseMoeBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, T, hidden] -> ([B, T, hidden], router logits [B * T, E])."""
+        if self.training and torch.is_grad_enabled():
+            self._tell_of_frozen_experts()
         flat = x.flatten(0, 1)
         logits, chosen, weights = self.gate(flat)
         routed = self.routed_expert_down_proj(flat) if self.latent else flat
@@ -615,6 +620,17 @@ class KimiK3SparseMoeBlock(nn.Module):
         if hasattr(self, "shared_experts"):
             routed = routed + self.shared_experts(x)
         return routed, logits
+
+    def _tell_of_frozen_experts(self):
+        """Once, where all but the packed experts trains: an adapter on them is another module in their place, and one
+        elsewhere leaves the router frozen."""
+        if not isinstance(self.experts, KimiK3PackedExperts) or torch.compiler.is_compiling():
+            return
+        if next(self.gate.parameters()).requires_grad:
+            logger.warning_once(
+                "the routed experts are packed MXFP4 and stay frozen while the rest of the model trains: load with "
+                "dequantize=True to train them, or put adapters on them (kimi_k3.training.lora_targets)"
+            )
 
 
 class KimiK3DepthRMSNorm(nn.Module):

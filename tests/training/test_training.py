@@ -1,5 +1,7 @@
 """Training as a user runs it: seeds, gradients, `Trainer` with both kinds of collator and resuming, embeddings."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -7,9 +9,12 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers.utils import logging
 
 import tiny
+from kimi_k3 import layers_kimi_k3
 from kimi_k3.kernels import experts as experts_op
+from kimi_k3.training import lora_targets
 from rounding import EXACT
 
 VARIANTS = {
@@ -350,3 +355,28 @@ def test_adapters_resume(tmp_path):
     assert torch.equal(losses, again)
     for (name, weight), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(weight, other), name
+
+
+def test_frozen_packed_experts_are_told_of_once(monkeypatch):
+    """Everything but them learns, which no loss shows. Nobody is surprised with an adapter, or where nothing trains."""
+    told, ids = [], tokens(1, 9)
+    monkeypatch.setattr(layers_kimi_k3.logger, "warning", told.append)
+    logging.warning_once.cache_clear()
+    packed = build(**tiny.PACKED)
+
+    def step(model):
+        model(input_ids=ids, labels=ids, use_cache=False)
+        return told
+
+    with torch.no_grad():
+        assert not step(packed)
+    assert not step(packed.eval()) and not step(build())
+    for options in (lora_targets(packed), lora_targets(packed, ["attention"])):
+        adapted = get_peft_model(copy.deepcopy(packed), LoraConfig(r=2, **options))
+        assert not step(adapted.train())
+    frozen = copy.deepcopy(packed).requires_grad_(False)
+    frozen.lm_head.requires_grad_(True)
+    assert not step(frozen.train())
+    for _ in range(2):
+        assert len(step(packed.train())) == 1
+    assert "dequantize=True" in told[0] and "lora_targets" in told[0]
