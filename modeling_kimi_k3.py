@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.core_model_loading import WeightTransform
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import OutputRecorder
@@ -435,6 +436,15 @@ def _check_mask(attention_mask: Any) -> None:
 class _WithHead(KimiK3GenerationMixin, KimiK3PreTrainedModel):
     """What the classes with a language-model head share."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """List the class, one that a user or FSDP2 derives too, among those whose labels are shifted.
+
+        transformers' Trainer knows them by name: to others `label_smoothing_factor` gives the loss of every token
+        against itself. Pipelines and model cards ask the same list, which copies of this code in a process share.
+        """
+        super().__init_subclass__(**kwargs)
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
+
     @property
     def check_finite(self) -> bool:
         """Whether a forward raises FloatingPointError and names the first layer after which it is not finite."""
@@ -554,6 +564,11 @@ class KimiK3ForConditionalGeneration(_WithHead):
             if kwargs.pop(name, None) is not None:
                 raise NotImplementedError(f"{name}: image input is not implemented yet, this model reads text only")
         return self.language_model(*args, **kwargs)
+
+
+# By model type too, as lm-eval asks the list.
+for _class in (KimiK3ForCausalLM, KimiK3ForConditionalGeneration):
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_class.config_class.model_type] = _class.__name__
 
 
 __all__ = [

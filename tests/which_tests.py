@@ -55,7 +55,7 @@ TESTS = {
     "modeling_kimi_k3.py": (
         EQUATIONS, GOLDEN, CONTRACT, GENERATION, "cache/test_long_generation.py", CHECKPOINT, INITIALISATION,
         "operations/test_cross_entropy.py", "training/test_training.py", "model/test_remote_code.py",
-        TENSOR_PARALLEL,
+        TENSOR_PARALLEL, "ecosystem/test_doors.py",
     ),
     "packing_kimi_k3.py": (CONTRACT, "model/test_attention_implementations.py", "training/test_training.py", SNAPSHOTS),
     "remote_code_kimi_k3.py": ("model/test_remote_code.py", CONVERSION),
