@@ -71,6 +71,10 @@ _CARRIED_KEYS = ("head_dim", "rope_scaling", "rope_theta", "model_max_length")
 # Written by transformers' own kimi_linear beside the keys from which they follow; properties here.
 _DERIVED_KEYS = ("layer_types", "mlp_layer_types")
 
+# What text configs in files call their class, transformers' own that ignores K3's fields; whoever looks a class up by
+# name (trl, `transformers serve`) would take that one.
+_NAME_IN_FILE, _NAME = "KimiLinearForCausalLM", "KimiK3ForCausalLM"
+
 # Sizes and counts: the smallest value that works, and whether null (the feature is absent) is one too.
 _SIZES = {
     "vocab_size": (1, False),
@@ -116,10 +120,14 @@ class _FileConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         kwargs.pop("model_type", None)
+        # Read without asking by who looks for a folder's code (trl); of a folder without code it is empty.
+        self.auto_map = kwargs.pop("auto_map", None) or {}
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()
+        if not output.get("auto_map"):
+            output.pop("auto_map", None)
         # what transformers adds in memory must not reach a file that other engines read
         for key in ("_attn_implementation", "_experts_implementation", "output_attentions", "per_layer_config"):
             if output.get(key) in (None, False):
@@ -172,6 +180,7 @@ class KimiK3TextConfig(_FileConfig):
         "n_shared_experts": "num_shared_experts",
         "norm_topk_prob": "moe_renormalize",
         "n_group": "num_expert_group",
+        "decoder_sparse_step": "moe_layer_freq",
     }
 
     vocab_size: int = 163840
@@ -222,6 +231,10 @@ class KimiK3TextConfig(_FileConfig):
         self.expert_quantization = kwargs.pop("quantization_config", None) or kwargs.pop("expert_quantization", None)
         self._carried = {key: kwargs.pop(key) for key in _CARRIED_KEYS if key in kwargs}
         self._carried.update(kwargs.pop("_carried", {}))
+        # Written back as it was read, until a model writes its own name.
+        self._named_as_in_file = kwargs.pop("_named_as_in_file", False) or self.architectures == [_NAME_IN_FILE]
+        if self._named_as_in_file:
+            self.architectures = [_NAME]
         derived = {key: kwargs.pop(key) for key in _DERIVED_KEYS if key in kwargs}
         if kwargs.get("attention_bias"):
             raise ValueError("attention_bias must be false: the projections of this model have no bias")
@@ -274,6 +287,8 @@ class KimiK3TextConfig(_FileConfig):
         output.update(output.pop("_carried", None) or {})
         if (quantization := output.pop("expert_quantization", None)) is not None:
             output["quantization_config"] = quantization
+        if output.pop("_named_as_in_file", False):
+            output["architectures"] = [_NAME_IN_FILE]
         output["model_type"] = "kimi_linear"
         return output
 

@@ -183,7 +183,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                 "a pipeline stage holds its own layers only, so its folder would lack the others: load the tensors of "
                 "all stages' state_dict() into a whole model and save that"
             )
-        self.config.auto_map = auto_map(self)
+        self.config.auto_map, self.config._named_as_in_file = auto_map(self), False
         super().save_pretrained(save_directory, *args, **kwargs)
         if self.should_save_on_this_rank(True):
             copy_code(Path(save_directory))
@@ -549,6 +549,11 @@ class KimiK3ForConditionalGeneration(_WithHead):
             self.mm_projector = KimiK3Projector(vision)
         self.language_model = KimiK3ForCausalLM(text)
         self.post_init()
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The backbone without a head, which trl asks for; `base_model_prefix` is the name of the one with a head."""
+        return self.language_model.model
 
     def get_output_embeddings(self) -> nn.Module:
         return self.language_model.get_output_embeddings()

@@ -43,7 +43,9 @@ TESTS = {
         SNAPSHOTS, GENERATION, CAPTURED, STATIC, "model/test_devices.py", ROLLBACK, CONTRACT, MATRIX,
     ),
     "checkpoint_kimi_k3.py": (CHECKPOINT, INITIALISATION, CONVERSION, "model/test_remote_code.py"),
-    "configuration_kimi_k3.py": (CONFIGURATION, INITIALISATION, "common_suite/run.py", CHECKPOINT),
+    "configuration_kimi_k3.py": (
+        CONFIGURATION, INITIALISATION, "common_suite/run.py", CHECKPOINT, "ecosystem/test_doors.py",
+    ),
     "distributed_kimi_k3.py": (TENSOR_PARALLEL, "model/test_devices.py"),
     "generation_kimi_k3.py": (CAPTURED, GENERATION, ROLLBACK, STATIC, MATRIX),
     "graph_kimi_k3.py": (CAPTURED, "cache/test_graph.py", STATIC),
@@ -55,7 +57,7 @@ TESTS = {
     "modeling_kimi_k3.py": (
         EQUATIONS, GOLDEN, CONTRACT, GENERATION, "cache/test_long_generation.py", CHECKPOINT, INITIALISATION,
         "operations/test_cross_entropy.py", "training/test_training.py", "model/test_remote_code.py",
-        TENSOR_PARALLEL, "ecosystem/test_doors.py",
+        TENSOR_PARALLEL, "ecosystem/test_doors.py", "ecosystem/test_trl_references.py",
     ),
     "packing_kimi_k3.py": (CONTRACT, "model/test_attention_implementations.py", "training/test_training.py", SNAPSHOTS),
     "remote_code_kimi_k3.py": ("model/test_remote_code.py", CONVERSION),

@@ -1,5 +1,7 @@
 """Lists and attributes by which transformers, lm-eval, accelerate and trl find out what a model is."""
 
+import copy
+import json
 import types
 
 import pytest
@@ -12,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from transformers.modelcard import TrainingSummary
 
 import tiny
-from kimi_k3 import KimiK3Config, KimiK3ForCausalLM, KimiK3ForConditionalGeneration
+from kimi_k3 import KimiK3Config, KimiK3ForCausalLM, KimiK3ForConditionalGeneration, KimiK3TextConfig
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +91,20 @@ def test_accelerate_refuses_to_cut_rows():
     for name in ("_attach_context_parallel_hooks", "_refuse_recurrent_layers_under_sequence_parallelism"):
         with pytest.raises(ValueError, match="linear_attention"):
             getattr(big_modeling, name)(of_class("multimodal"))
+
+
+def test_attributes_that_others_read_without_asking(tmp_path):
+    """trl reads `auto_map` of whatever it loads, and counts FLOPs by names of its own."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    for config in (tiny.config(), KimiK3Config(text_config=tiny.config())):
+        assert config.auto_map == {} and "auto_map" not in config.to_dict() | config.to_diff_dict()
+        other = type(config).from_dict(config.to_dict())
+        other.auto_map["AutoModel"] = "modeling.Model"  # `register_for_auto_class` writes into it
+        assert config.auto_map == {} and other.to_dict()["auto_map"] == other.auto_map
+    read = KimiK3TextConfig.from_dict(tiny.config().to_dict() | {"architectures": ["KimiLinearForCausalLM"]})
+    assert not hasattr(transformers, read.architectures[0]), "a class by that name would be taken for ours"
+    assert read.to_dict()["architectures"] == ["KimiLinearForCausalLM"], "as it was read, until a model is saved"
+    model = KimiK3ForCausalLM(copy.deepcopy(read))
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["KimiK3ForCausalLM"]
+    assert utils.compute_flops_per_token(tiny.config(), 64) > utils.compute_flops_per_token(tiny.config(), 32) > 0
