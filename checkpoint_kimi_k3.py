@@ -21,7 +21,9 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,8 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # The matrices of an expert that one parameter of all experts holds, in the order of its rows.
 FUSED_EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+
+_FUSED_NAME = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)(_packed|_scale)?$")
 
 # (name in the file, safetensors dtype, shape)
 Stored = tuple[str, str, tuple[int, ...]]
@@ -264,35 +268,66 @@ def read_headers(files: Iterable[str | os.PathLike]) -> dict[str, tuple[str, tup
     return tensors
 
 
-def a_log_shape(files: list[str] | None) -> tuple[int, ...] | None:
-    """Shape in which safetensors files hold the first `A_log`; None without files, or without one in them."""
-    for file in files or ():
-        for name, entry in read_header(Path(file))[0].items():
-            if name.endswith(".self_attn.A_log"):
-                return tuple(entry["shape"])
-    return None
+def unfused_experts(plain: str, shape: tuple[int, ...], experts: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of an expert's matrices in a tensor of all experts, as a model in memory names it.
+
+    Args:
+        plain: the tensor's plain name.
+        shape: [E, rows, columns].
+        experts: E of the configuration.
+
+    Returns:
+        (plain name, shape) in the order of the rows; nothing for any other tensor.
+
+    Raises:
+        ValueError: for a shape that is not that of all experts.
+    """
+    match = _FUSED_NAME.match(plain)
+    if match is None:
+        return []
+    prefix, fused, kind = match.groups()
+    matrices = FUSED_EXPERTS[fused]
+    if len(shape) != 3 or shape[0] != experts or shape[1] % len(matrices):
+        raise ValueError(f"{plain} has shape {list(shape)}, not [{experts}, rows, columns] of all experts")
+    part = (shape[1] // len(matrices), shape[2])
+    return [(f"{prefix}.{expert}.{w}.weight{kind or ''}", part) for expert in range(experts) for w in matrices]
+
+
+def plain_tensors(model: Any, tensors: Iterable[Stored], renamings: list[WeightRenaming]) -> dict[str, Stored]:
+    """Plain name -> what a checkpoint holds of it; tensors of all experts come apart.
+
+    Args:
+        tensors: (name in the checkpoint, safetensors dtype, shape).
+        renamings: applied to these names first (the user's `key_mapping`).
+
+    Raises:
+        ValueError: for a tensor that is there twice.
+    """
+    experts = model.config.get_text_config(decoder=True).num_experts or 0
+    found: dict[str, Stored] = {}
+    for name, dtype, shape in tensors:
+        plain = plain_name(apply_renamings(name, renamings))
+        for part, part_shape in unfused_experts(plain, shape, experts) or [(plain, shape)]:
+            if part in found:
+                raise ValueError(f"{name} and {found[part][0]} are the same tensor of the model")
+            found[part] = (name, dtype, part_shape)
+    return found
 
 
 def check_headers(
-    model: Any, files: list[str], renamings: list[WeightRenaming], ignore_mismatched_sizes: bool = False
+    model: Any, found: Mapping[str, Stored], lacking: "Lacking", ignore_mismatched_sizes: bool = False
 ) -> None:
-    """Refuse a checkpoint whose tensors do not fit the model, naming the tensor, before its data is read.
+    """Refuse a checkpoint whose tensors are not those of the model, naming one, before its data is read.
 
-    What is merely absent (a new head) or foreign is left to transformers' loading report; experts must be whole.
+    What is foreign is left to transformers' loading report.
 
     Args:
-        renamings: applied to the names in the files first (the user's `key_mapping`).
+        found: what `plain_tensors` gave.
 
     Raises:
-        ValueError: for a wrong shape or number format, a tensor that is there twice, a missing expert tensor, or
-            experts stored in the other form.
+        ValueError: for a wrong shape or number format, a tensor that is missing and not announced as new, or experts
+            stored in the other form.
     """
-    found: dict[str, Stored] = {}
-    for name, entry in read_headers(files).items():
-        plain = plain_name(apply_renamings(name, renamings))
-        if plain in found:
-            raise ValueError(f"{name} and {found[plain][0]} are the same tensor of the model")
-        found[plain] = (name, *entry)
     expected = {plain_name(name): (name, *entry) for name, entry in _expected(model).items()}
     if fused := next((entry[0] for plain, entry in found.items() if plain.endswith(".self_attn.conv1d.weight")), None):
         raise ValueError(
@@ -300,6 +335,56 @@ def check_headers(
             "`kimi-k3 convert` writes it in the released layout"
         )
     check_tensors(found, expected, model.expert_storage, ignore_mismatched_sizes)
+    lacking.refuse([entry[0] for plain, entry in expected.items() if plain not in found], set(found))
+
+
+# What `from_pretrained` was told about tensors that a checkpoint may lack, for the loader that it calls far below.
+NEW_TENSORS: ContextVar[Sequence[str] | bool] = ContextVar("new_tensors", default=())
+
+
+@dataclasses.dataclass
+class Lacking:
+    """The judgement on tensors that a model has and a checkpoint has not: new ones of the user's wish, or a refusal.
+
+    Attributes:
+        model: gives the tied tensors, and the new ones that its class declares.
+        new_tensors: names of modules or parameters; True for any.
+        place: of the checkpoint, in words.
+        index: tensor name -> file name of a folder in shards.
+    """
+
+    model: Any
+    new_tensors: Sequence[str] | bool
+    place: str
+    index: Mapping[str, str]
+
+    def refuse(self, missing: list[str], found: set[str] | None = None) -> None:
+        """Raise ValueError for the first of `missing` that is no new one; `found` has the plain names that are there.
+
+        Of tied tensors, one is enough.
+        """
+        if self.new_tensors is True:
+            return
+        announced = [plain_name(name) for name in (*type(self.model)._new_tensors, *(self.new_tensors or ()))]
+        if found is not None:
+            for one, other in self.model.all_tied_weights_keys.items():
+                pair = {plain_name(one), plain_name(other)}
+                announced += pair if pair & found else ()
+        missing = [name for name in missing if not _is_within(plain_name(name), announced)]
+        if not missing:
+            return
+        name, more = missing[0], f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        places = {plain_name(listed): file for listed, file in self.index.items()}
+        file = places.get(plain_name(name))
+        place = self.place if file is None else f"{file}, which its index names for it,"
+        raise ValueError(
+            f"{place} lacks {name}{more}, and the configuration asks for it: get the file again or mend the "
+            f"configuration; to begin with random values, name it: from_pretrained(..., new_tensors=[{name!r}])"
+        )
+
+
+def _is_within(name: str, modules: Iterable[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def check_tensors(
@@ -308,8 +393,7 @@ def check_tensors(
     expert_storage: str,
     ignore_mismatched_sizes: bool = False,
 ) -> None:
-    """The judgement of `check_headers`, on plain name -> (name as it stands, safetensors dtype, shape)."""
-    has_layers = any(plain.startswith("layers.") for plain in found)
+    """The judgement of `check_headers` on what is there: plain name -> (name as it stands, dtype, shape)."""
     packed = next((entry[0] for plain, entry in found.items() if plain.endswith(".w1.weight_packed")), None)
     floating = next(
         (entry[0] for plain, entry in found.items() if ".experts." in plain and plain.endswith("w1.weight")), None
@@ -325,12 +409,9 @@ def check_tensors(
             "remove quantization_config from the config"
         )
     for plain, (name, dtype, shape) in expected.items():
-        entry = found.get(plain)
-        if entry is None:
-            if ".experts." in name and has_layers:
-                raise ValueError(f"the checkpoint lacks {name}, so this expert cannot be built")
+        if plain not in found:
             continue
-        original, file_dtype, file_shape = entry
+        original, file_dtype, file_shape = found[plain]
         if name.endswith("self_attn.A_log"):
             continue  # several shapes are valid; the conversion checks them
         if dtype == "U8" and file_dtype != "U8":
@@ -381,17 +462,31 @@ NATIVE_DENSE_MLP = tuple(
 def load_checked(
     model: Any, state_dict: dict[str, torch.Tensor] | None, checkpoint_files: list[str] | None,
     load_config: Any, *args: Any, **kwargs: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    """transformers' `_load_pretrained_model` with our conversions, after the headers were checked."""
+) -> tuple[tuple[Any, ...], tuple[int, ...] | None]:  # fmt: skip
+    """transformers' `_load_pretrained_model` with our conversions, after the headers were checked.
+
+    Returns:
+        its result, and the shape in which the files hold the first `A_log` (None without files).
+    """
     # What transformers collected for us is the user's `key_mapping` and the renamings of old formats.
     renamings = [entry for entry in load_config.weight_mapping or () if isinstance(entry, WeightRenaming)]
     renamings += NATIVE_DENSE_MLP
-    if checkpoint_files and state_dict is None:
-        if not all(str(file).endswith(".safetensors") for file in checkpoint_files):
-            raise ValueError(
-                f"only safetensors files are read, not {checkpoint_files[0]}: convert the checkpoint first"
-            )
-        check_headers(model, checkpoint_files, renamings, load_config.ignore_mismatched_sizes)
+    a_log_shape = None
+    index = (load_config.sharded_metadata or {}).get("weight_map", {})
+    if state_dict is not None:
+        place = "the state dict"
+        tensors = ((name, _NAMES.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in state_dict.items())
+    else:
+        files = list(map(Path, checkpoint_files or ()))
+        if other := next((file for file in files if file.suffix != ".safetensors"), None):
+            raise ValueError(f"only safetensors files are read, not {other}: convert the checkpoint first")
+        place = str(files[0] if len(files) == 1 else files[0].parent)
+        tensors = ((name, *entry) for name, entry in read_headers(files).items())
+    found = plain_tensors(model, tensors, renamings)
+    lacking = Lacking(model, NEW_TENSORS.get(), place, index)
+    check_headers(model, found, lacking, load_config.ignore_mismatched_sizes)
+    if state_dict is None:
+        a_log_shape = next((entry[2] for plain, entry in found.items() if plain.endswith(".self_attn.A_log")), None)
     if not hasattr(model, "language_model"):
         renamings.append(PrefixChange(prefix_to_remove="language_model"))
     conversions = weight_conversions(model.config, model.expert_storage)
@@ -400,4 +495,5 @@ def load_checked(
     for name, report in result[0].conversion_errors.items():
         # A traceback, the sentence, and one more line. transformers would log it and raise without naming the tensor.
         raise ValueError(f"{name} cannot be converted: {report.splitlines()[-2:][0]}")
-    return result
+    lacking.refuse(sorted(result[0].missing_keys), set(found))
+    return result, a_log_shape

@@ -27,7 +27,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import OutputRecorder
 
 from .cache_kimi_k3 import STATIC_ATTENTION, HybridCache
-from .checkpoint_kimi_k3 import a_log_shape, load_checked, weight_conversions
+from .checkpoint_kimi_k3 import NEW_TENSORS, load_checked, weight_conversions
 from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from .distributed_kimi_k3 import check_fit, pipeline_forward, without_tensor_parallelism
 from .generation_kimi_k3 import (
@@ -76,6 +76,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     # float32 in the file and in memory, whatever dtype is asked for; the constructor adds those of the bounded gate
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
     _fp32_of_bounded_gate = ["q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "e_score_correction_bias"]
+    # Modules or parameters that a class brings and a checkpoint of the family may lack: the head of a new task.
+    _new_tensors: tuple[str, ...] = ()
 
     def __init__(self, config: KimiK3TextConfig | KimiK3Config, *inputs: Any, dequantize: bool = False, **kwargs: Any):
         if dequantize:
@@ -137,11 +139,34 @@ class KimiK3PreTrainedModel(PreTrainedModel):
             model.forward = pipeline_forward(model)
         return model
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        new_tensors: Sequence[str] | bool = (),
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' `from_pretrained`, which here refuses a checkpoint that lacks a tensor of the model.
+
+        Args:
+            new_tensors: names of modules or parameters that may be missing and then begin with random values, beside
+                those that the class declares in `_new_tensors`; True for any.
+
+        Raises:
+            ValueError: names the first tensor that is missing or does not fit, before any data is read.
+        """
+        said = NEW_TENSORS.set(new_tensors)
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        finally:
+            NEW_TENSORS.reset(said)
+
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
-        result = load_checked(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        result, a_log_shape = load_checked(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         # Saving reverses the model's own conversions, not those that happened to be used (and never the prefix).
-        model._weight_conversions = model._conversions(a_log_shape(checkpoint_files if state_dict is None else None))
+        model._weight_conversions = model._conversions(a_log_shape)
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -158,6 +183,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                 dtype=self.dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                new_tensors=True,
             )
             read, report = loaded
             if not (report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]):

@@ -8,6 +8,7 @@ EQUATIONS = "model/test_equations.py"
 CONTRACT = "model/test_forward_contract.py"
 CONFIGURATION = "model/test_configuration.py"
 CHECKPOINT = "model/test_checkpoint.py"
+INCOMPLETE = "model/test_incomplete_checkpoints.py"
 INITIALISATION = "model/test_initialisation.py"
 GENERATION = "cache/test_generation.py"
 SNAPSHOTS = "cache/test_snapshots.py"
@@ -42,7 +43,7 @@ TESTS = {
     "cache_layers_kimi_k3.py": (
         SNAPSHOTS, GENERATION, CAPTURED, STATIC, "model/test_devices.py", ROLLBACK, CONTRACT, MATRIX,
     ),
-    "checkpoint_kimi_k3.py": (CHECKPOINT, INITIALISATION, CONVERSION, "model/test_remote_code.py"),
+    "checkpoint_kimi_k3.py": (CHECKPOINT, INCOMPLETE, INITIALISATION, CONVERSION, "model/test_remote_code.py"),
     "configuration_kimi_k3.py": (
         CONFIGURATION, INITIALISATION, "common_suite/run.py", CHECKPOINT, "ecosystem/test_doors.py",
     ),
@@ -185,6 +186,7 @@ QUICK = {
     ROLLBACK: "any_drafter|prompt_lookup|costs_less|acceptance|autocast|longer|kimi_linear",
     STATIC: "compiles|growing_cache|padding|second_turn|continued|kimi",
     "cache/test_graph.py": "given",
+    INCOMPLETE: "path|changed|every_tensor.*dequantize",
     OPS: "",
     KDA: "(softplus|bound).*float|near",
     KDA_TRITON: "near-zero|the-bound|narrow|steep|sequence|near_parallel|depends|unwritten|boundaries|several"

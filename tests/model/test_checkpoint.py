@@ -497,7 +497,11 @@ def test_backbone_reads_and_writes_alone(data_dir, tmp_path):
         assert type(again) is KimiK3Model and not any(info.values())
         whole = KimiK3ForCausalLM.from_pretrained(data_dir / folder).model.state_dict()
         assert all(torch.equal(tensor, whole[name]) for name, tensor in again.state_dict().items())
-        _, info = KimiK3ForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
+            KimiK3ForCausalLM.from_pretrained(tmp_path / folder)
+        _, info = KimiK3ForCausalLM.from_pretrained(
+            tmp_path / folder, new_tensors=["lm_head"], output_loading_info=True
+        )
         assert info["missing_keys"] == {"lm_head.weight"} and not info["unexpected_keys"]
 
 
