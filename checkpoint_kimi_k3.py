@@ -11,10 +11,13 @@ With packed experts the same holds for `.weight_packed` and `.weight_scale`. tra
 it loads and reverses them while it saves; which ones a model needs is decided by its own config, so they are attached
 to the model and not to transformers' global registry, where two copies of this file would overwrite each other.
 
+A checkpoint with the names of the model in memory, as other tools write it, is read as well.
+
 Every checkpoint is checked from its headers alone, before a byte of data is read: names, shapes and the pairing of
 packed weights with their scales.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -22,7 +25,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # The matrices of an expert that one parameter of all experts holds, in the order of its rows.
 FUSED_EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 _FUSED_NAME = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)(_packed|_scale)?$")
 
 # (name in the file, safetensors dtype, shape)
@@ -157,7 +163,7 @@ class UnstackExperts(ConversionOps):
 
 
 class DequantizeExperts(MergeModulelist):
-    """Packed experts of a file to one floating-point parameter [E, rows, columns], one expert at a time."""
+    """Packed experts of a file to one floating-point parameter [E, rows, columns], one tensor of the file at a time."""
 
     def convert(  # type: ignore[override]  # the base's is decorated
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
@@ -174,9 +180,10 @@ class DequantizeExperts(MergeModulelist):
             return mxfp4.dequantize_mxfp4(packed.to(torch.uint8), scale.to(torch.uint8), dtype)
 
         experts = [
-            torch.cat([decoded(packed[e], scale[e]) for packed, scale in pairs]) for e in range(len(pairs[0][0]))
+            torch.cat([decoded(packed[e], scale[e]) for packed, scale in pairs], dim=-2)
+            for e in range(len(pairs[0][0]))
         ]
-        return {target_patterns[0]: torch.stack(experts)}
+        return {target_patterns[0]: torch.stack(experts).flatten(0, -3)}  # one tensor may hold all experts
 
 
 def weight_conversions(
@@ -197,7 +204,9 @@ def weight_conversions(
     for fused, matrices in FUSED_EXPERTS.items():
         if expert_storage == "dequantize":
             sources = [rf"\.experts.*.{w}.weight_{kind}" for w in matrices for kind in ("packed", "scale")]
-            conversions.append(WeightConverter(sources, rf"\.experts.{fused}", operations=[DequantizeExperts()]))
+            stacked = [rf"\.experts.{fused}_{kind}" for kind in ("packed", "scale")]  # as a model in memory names them
+            for patterns in (sources, stacked):
+                conversions.append(WeightConverter(patterns, rf"\.experts.{fused}", operations=[DequantizeExperts()]))
             continue
         for kind in ("_packed", "_scale") if expert_storage == "packed" else ("",):
             sources = [rf"\.experts.*.{w}.weight{kind}" for w in matrices]
@@ -211,6 +220,65 @@ def released_tensors(model: PreTrainedModel) -> dict[str, tuple[str, tuple[int, 
     tensors = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in model.state_dict().items()}
     tensors = revert_weight_conversion(model, tensors)
     return {name: (_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+
+
+def read_index(folder: Path) -> dict[str, str] | None:
+    """Tensor name -> file name of a folder in shards; None without an index, or if the model is in one file.
+
+    Raises:
+        ValueError: for an index that cannot be read, that names anything but safetensors files of its folder, or beside
+            which the folder has another model in one file.
+    """
+    path = folder / INDEX
+    if not path.is_file():
+        return None
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{path} has no weight_map of tensor names to file names")
+    files = set(weight_map.values())
+    check_file_names(files)
+    if SINGLE_FILE in files or not (folder / SINGLE_FILE).is_file():
+        return weight_map
+    if not any((folder / name).is_file() for name in files):
+        return None  # left over from a model that was saved here before
+    raise ValueError(
+        f"{folder} holds two models, {SINGLE_FILE} and the shards of {INDEX}: move the one away that is not meant"
+    )
+
+
+@contextlib.contextmanager
+def leaving_one_model(folder: Path) -> Iterator[None]:
+    """Around saving into a folder: of one file and an index, the one that was there before and not written again goes.
+
+    transformers removes former shards alone, and would then read the former single file.
+    """
+
+    def written() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (folder / SINGLE_FILE, folder / INDEX) if path.is_file()}
+
+    before = written()
+    yield
+    after = written()
+    stale = [path for path, time in before.items() if after.get(path) == time]
+    if len(after) == 2 and len(stale) == 1:
+        stale[0].unlink(missing_ok=True)
+
+
+def check_file_names(names: Iterable[str]) -> None:
+    """Refuse names of an index that are not safetensors files of its folder: they could be any file of the machine.
+
+    Raises:
+        ValueError: names the first.
+    """
+    for name in sorted(names):
+        if Path(name).name != name:
+            raise ValueError(f"{INDEX} names {name!r}, which is not a file of the folder")
+        if not name.endswith(".safetensors"):  # else it could make us unpickle a file that nobody asked for
+            raise ValueError(f"{INDEX} names {name!r}, which is not a safetensors file")
 
 
 def read_header(path: Path) -> tuple[dict[str, dict], int]:
@@ -268,11 +336,11 @@ def read_headers(files: Iterable[str | os.PathLike]) -> dict[str, tuple[str, tup
     return tensors
 
 
-def unfused_experts(plain: str, shape: tuple[int, ...], experts: int) -> list[tuple[str, tuple[int, ...]]]:
+def unfused_experts(plain: str, name: str, shape: tuple[int, ...], experts: int) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of an expert's matrices in a tensor of all experts, as a model in memory names it.
 
     Args:
-        plain: the tensor's plain name.
+        plain, name: the tensor's plain name, and the one it has in the checkpoint.
         shape: [E, rows, columns].
         experts: E of the configuration.
 
@@ -287,10 +355,33 @@ def unfused_experts(plain: str, shape: tuple[int, ...], experts: int) -> list[tu
         return []
     prefix, fused, kind = match.groups()
     matrices = FUSED_EXPERTS[fused]
-    if len(shape) != 3 or shape[0] != experts or shape[1] % len(matrices):
-        raise ValueError(f"{plain} has shape {list(shape)}, not [{experts}, rows, columns] of all experts")
+    if len(shape) != 3 or shape[0] != experts or shape[1] % len(matrices) or 0 in shape:
+        raise ValueError(f"{name} has shape {list(shape)}, not [{experts}, rows, columns] of all experts")
     part = (shape[1] // len(matrices), shape[2])
     return [(f"{prefix}.{expert}.{w}.weight{kind or ''}", part) for expert in range(experts) for w in matrices]
+
+
+def check_expert_count(config: PreTrainedConfig, names: Iterable[str]) -> None:
+    """Refuse a configuration that asks for more experts than a checkpoint has, before names of them all are made.
+
+    Args:
+        names: of tensors, each expert apart; with tensors of all experts among them nothing is judged.
+
+    Raises:
+        ValueError: with the two numbers.
+    """
+    asked = config.get_text_config(decoder=True).num_experts or 0
+    numbers = set()
+    for name in names:
+        if ".experts." not in name:
+            continue
+        if _FUSED_NAME.match(name):
+            return
+        if match := _EXPERT_NUMBER.search(name):
+            numbers.add(match[1])
+    held = len(numbers)
+    if asked > held:
+        raise ValueError(f"num_experts is {asked} in the configuration, and the checkpoint lacks all but {held}")
 
 
 def plain_tensors(model: Any, tensors: Iterable[Stored], renamings: list[WeightRenaming]) -> dict[str, Stored]:
@@ -307,7 +398,7 @@ def plain_tensors(model: Any, tensors: Iterable[Stored], renamings: list[WeightR
     found: dict[str, Stored] = {}
     for name, dtype, shape in tensors:
         plain = plain_name(apply_renamings(name, renamings))
-        for part, part_shape in unfused_experts(plain, shape, experts) or [(plain, shape)]:
+        for part, part_shape in unfused_experts(plain, name, shape, experts) or [(plain, shape)]:
             if part in found:
                 raise ValueError(f"{name} and {found[part][0]} are the same tensor of the model")
             found[part] = (name, dtype, part_shape)
@@ -328,6 +419,8 @@ def check_headers(
         ValueError: for a wrong shape or number format, a tensor that is missing and not announced as new, or experts
             stored in the other form.
     """
+    if not lacking.new_tensors:
+        check_expert_count(model.config, found)
     expected = {plain_name(name): (name, *entry) for name, entry in _expected(model).items()}
     if fused := next((entry[0] for plain, entry in found.items() if plain.endswith(".self_attn.conv1d.weight")), None):
         raise ValueError(
@@ -338,13 +431,25 @@ def check_headers(
     lacking.refuse([entry[0] for plain, entry in expected.items() if plain not in found], set(found))
 
 
-# What `from_pretrained` was told about tensors that a checkpoint may lack, for the loader that it calls far below.
-NEW_TENSORS: ContextVar[Sequence[str] | bool] = ContextVar("new_tensors", default=())
+@dataclasses.dataclass(frozen=True)
+class Wishes:
+    """What `from_pretrained` was told, for the loader that it calls far below.
+
+    Attributes:
+        new_tensors: names of modules or parameters that a checkpoint may lack; True for any.
+        packed: its experts must be packed (`Mxfp4Config()`).
+    """
+
+    new_tensors: Sequence[str] | bool = ()
+    packed: bool = False
+
+
+WISHES: ContextVar[Wishes] = ContextVar("wishes")
 
 
 @dataclasses.dataclass
 class Lacking:
-    """The judgement on tensors that a model has and a checkpoint has not: new ones of the user's wish, or a refusal.
+    """The judgement on tensors that a model has and a checkpoint has not: announced as new, or refused.
 
     Attributes:
         model: gives the tied tensors, and the new ones that its class declares.
@@ -424,6 +529,41 @@ def check_tensors(
             raise ValueError(f"{original} has shape {list(file_shape)}, the config asks for {list(shape)}")
 
 
+def check_saves(model: Any) -> None:
+    """Refuse to save a model that a folder would not bring back, because it or its configuration was changed.
+
+    Of parameters that the configuration has no place for, only those inside the layers count: others were added by
+    somebody who knows of them.
+
+    Raises:
+        ValueError: names the field or the parameter.
+    """
+    try:
+        config = type(model.config).from_dict(model.config.to_dict())
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the configuration was changed, and the folder would not load: {error}") from error
+    with torch.device("meta"):
+        described = dict(type(model)(config).named_parameters())
+    parameters = dict(model.named_parameters())
+    is_cut = bool(getattr(model, "_tp_size", None))  # experts of one process have its share of the sizes
+    for name, parameter in parameters.items():
+        if name not in described and plain_name(name).startswith("layers."):
+            raise ValueError(
+                f"the model has {name}, which its configuration has no place for, so the folder would not load: change "
+                "the configuration as well"
+            )
+        if name in described and parameter.shape != described[name].shape and not is_cut:
+            raise ValueError(
+                f"{name} has shape {list(parameter.shape)}, its configuration asks for {list(described[name].shape)}, "
+                "so the folder would not load: change the configuration as well"
+            )
+    if missing := next((name for name in described if name not in parameters), None):
+        raise ValueError(
+            f"the model lacks {missing}, which its configuration asks for, so the folder would not load: change the "
+            "configuration as well"
+        )
+
+
 def apply_renamings(name: str, renamings: list[WeightRenaming]) -> str:
     for renaming in renamings:
         name, _ = renaming.rename_source_key(name)
@@ -459,6 +599,25 @@ NATIVE_DENSE_MLP = tuple(
 )
 
 
+# E8M0: 255 is no number, and 254 with the largest code (6) reaches beyond float32.
+_FIRST_UNUSABLE_SCALE = 254
+
+
+def count_unusable(name: str, tensor: torch.Tensor) -> int:
+    """Values that are not finite, or, in a tensor of scales by its name, stand for values that are not."""
+    if tensor.dtype == torch.uint8:
+        return int((tensor >= _FIRST_UNUSABLE_SCALE).sum()) if name.endswith("_scale") else 0
+    return tensor.numel() - int(torch.isfinite(tensor).sum()) if tensor.is_floating_point() else 0
+
+
+def refuse_unusable_values(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError for the first of these tensors with values that are not finite; those on `meta` pass."""
+    for name, tensor in tensors.items():
+        if not tensor.is_meta and (count := count_unusable(name, tensor)):
+            values = "scale bytes of 254 or 255" if tensor.dtype == torch.uint8 else "values that are not finite"
+            raise ValueError(f"{name} has {count:,} {values} among {tensor.numel():,}: get the checkpoint again")
+
+
 def load_checked(
     model: Any, state_dict: dict[str, torch.Tensor] | None, checkpoint_files: list[str] | None,
     load_config: Any, *args: Any, **kwargs: Any,
@@ -466,10 +625,18 @@ def load_checked(
     """transformers' `_load_pretrained_model` with our conversions, after the headers were checked.
 
     Returns:
-        its result, and the shape in which the files hold the first `A_log` (None without files).
+        its result, and the shape in which the files hold the first `A_log` (None for that of the released family).
     """
-    # What transformers collected for us is the user's `key_mapping` and the renamings of old formats.
-    renamings = [entry for entry in load_config.weight_mapping or () if isinstance(entry, WeightRenaming)]
+    wishes = WISHES.get(Wishes())
+    if wishes.packed and model.expert_storage == "float":
+        raise ValueError(
+            "Mxfp4Config() keeps packed experts, and this checkpoint stores them in floating point: pack them with "
+            "`kimi-k3 convert --expert-dtype mxfp4`"
+        )
+    # What transformers collected is the user's `key_mapping`, the renamings of old formats, and a quantizer's own.
+    quantizer, collected = load_config.hf_quantizer, load_config.weight_mapping or ()
+    renamings = [entry for entry in collected if isinstance(entry, WeightRenaming)]
+    of_quantizer = [entry for entry in collected if not isinstance(entry, WeightRenaming)] if quantizer else []
     renamings += NATIVE_DENSE_MLP
     a_log_shape = None
     index = (load_config.sharded_metadata or {}).get("weight_map", {})
@@ -480,17 +647,22 @@ def load_checked(
         files = list(map(Path, checkpoint_files or ()))
         if other := next((file for file in files if file.suffix != ".safetensors"), None):
             raise ValueError(f"only safetensors files are read, not {other}: convert the checkpoint first")
+        if not index:
+            read_index(files[0].parent)  # refuses a second model
+        check_file_names(set(index.values()))
         place = str(files[0] if len(files) == 1 else files[0].parent)
         tensors = ((name, *entry) for name, entry in read_headers(files).items())
     found = plain_tensors(model, tensors, renamings)
-    lacking = Lacking(model, NEW_TENSORS.get(), place, index)
-    check_headers(model, found, lacking, load_config.ignore_mismatched_sizes)
-    if state_dict is None:
+    lacking = Lacking(model, wishes.new_tensors, place, index)
+    if quantizer is None:  # else names, shapes and dtypes are its own; what is missing shows after loading
+        check_headers(model, found, lacking, load_config.ignore_mismatched_sizes)
+    in_memory = any(_FUSED_NAME.match(plain_name(name)) for name, *_ in found.values())
+    if state_dict is None and not in_memory:
         a_log_shape = next((entry[2] for plain, entry in found.items() if plain.endswith(".self_attn.A_log")), None)
     if not hasattr(model, "language_model"):
         renamings.append(PrefixChange(prefix_to_remove="language_model"))
     conversions = weight_conversions(model.config, model.expert_storage)
-    load_config = dataclasses.replace(load_config, weight_mapping=[*renamings, *conversions])
+    load_config = dataclasses.replace(load_config, weight_mapping=[*renamings, *of_quantizer, *conversions])
     result = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     for name, report in result[0].conversion_errors.items():
         # A traceback, the sentence, and one more line. transformers would log it and raise without naming the tensor.

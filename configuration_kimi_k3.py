@@ -10,13 +10,16 @@ Facts a reader needs:
   `kimi_linear` again.
 * `quantization_config` (MXFP4 experts) lives in `KimiK3TextConfig.expert_quantization` in memory, because transformers
   hands any model whose config shows `quantization_config` to a quantizer of its own, which needs `compressed-tensors`
-  and unpacks the experts. It is written back under its official key and place.
+  and unpacks the experts. It is written back under its official key and place. A section of another quantizer
+  (bitsandbytes, torchao) keeps the key; that of packed experts beside it is then called `expert_quantization`.
 * Layer lists in `linear_attn_config` count from 1.
 """
 
 import copy
+import itertools
 import math
 import os
+import reprlib
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -105,6 +108,20 @@ _FLAGS = (
     "mla_use_nope", "mla_use_output_gate", "latent_moe_use_norm", "moe_renormalize", "use_grouped_topk",
     "tie_word_embeddings", "use_cache", "output_router_logits",
 )  # fmt: skip
+
+
+# Values in messages: a file could hold one of any length.
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlist = 10
+_shown = _short.repr
+
+
+def _is_of_others(section: Any) -> bool:
+    """Whether a `quantization_config` is that of a quantizer of transformers, and not of packed experts."""
+    is_dict = isinstance(section, dict)
+    method = section.get("quant_method") if is_dict else getattr(section, "quant_method", None)
+    return method is not None and method not in ("compressed-tensors", "mxfp4")
 
 
 def _is_count(value: Any) -> bool:
@@ -228,7 +245,12 @@ class KimiK3TextConfig(_FileConfig):
     pad_token_id: int | None = 163839
 
     def __post_init__(self, **kwargs):
-        self.expert_quantization = kwargs.pop("quantization_config", None) or kwargs.pop("expert_quantization", None)
+        self.expert_quantization = kwargs.pop("expert_quantization", None)
+        if (section := kwargs.pop("quantization_config", None)) is not None:
+            if _is_of_others(section):
+                kwargs["quantization_config"] = section
+            else:
+                self.expert_quantization = section
         self._carried = {key: kwargs.pop(key) for key in _CARRIED_KEYS if key in kwargs}
         self._carried.update(kwargs.pop("_carried", {}))
         # Written back as it was read, until a model writes its own name.
@@ -257,8 +279,11 @@ class KimiK3TextConfig(_FileConfig):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         if config_dict.get("text_config") is not None:
-            # Some tools copy the quantization section to the top level.
-            config_dict = {"quantization_config": config_dict.get("quantization_config"), **config_dict["text_config"]}
+            # Some tools copy the quantization section to the top level; a quantizer of transformers has its own there.
+            section, text = config_dict.get("quantization_config"), config_dict["text_config"]
+            config_dict = {"quantization_config": section, **text}
+            if _is_of_others(section):
+                config_dict |= {"quantization_config": section, "expert_quantization": text.get("quantization_config")}
         if config_dict.get("model_type") == "kimi_linear":
             config_dict = {**config_dict, "model_type": cls.model_type}
         return config_dict, kwargs
@@ -285,8 +310,9 @@ class KimiK3TextConfig(_FileConfig):
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()
         output.update(output.pop("_carried", None) or {})
-        if (quantization := output.pop("expert_quantization", None)) is not None:
-            output["quantization_config"] = quantization
+        quantization = output.pop("expert_quantization", None)
+        if quantization is not None:  # under its official key, unless a quantizer of transformers has that
+            output["expert_quantization" if output.get("quantization_config") else "quantization_config"] = quantization
         if output.pop("_named_as_in_file", False):
             output["architectures"] = [_NAME_IN_FILE]
         output["model_type"] = "kimi_linear"
@@ -426,7 +452,7 @@ class KimiK3TextConfig(_FileConfig):
             return
         if not _is_count(value) or value < smallest:
             kind = "a positive integer" if smallest else "an integer that is not negative"
-            raise ValueError(f"{name} must be {kind}{' or null' if optional else ''}, got {value!r}")
+            raise ValueError(f"{name} must be {kind}{' or null' if optional else ''}, got {_shown(value)}")
 
     def _validate_layers(self):
         self._validate_size("num_hidden_layers")
@@ -439,23 +465,24 @@ class KimiK3TextConfig(_FileConfig):
         unknown = set(linear) - _LINEAR_ATTN_KEYS
         if unknown:
             raise ValueError(
-                f"linear_attn_config has keys this model does not implement: {', '.join(sorted(unknown))} "
+                f"linear_attn_config has keys this model does not implement: {', '.join(sorted(unknown))[:100]} "
                 "(KDA here has as many value heads as key heads, all of one size)"
             )
         for name in ("kda_layers", "full_attn_layers"):
             if not isinstance(linear[name], list | tuple) or not all(map(_is_count, linear[name])):
-                raise ValueError(f"linear_attn_config.{name} must be a list of layer numbers, got {linear[name]!r}")
+                value = _shown(linear[name])
+                raise ValueError(f"linear_attn_config.{name} must be a list of layer numbers, got {value}")
         kda, mla = list(linear["kda_layers"]), list(linear["full_attn_layers"])
-        both = sorted(set(kda) & set(mla))
-        if both:
-            raise ValueError(f"linear_attn_config lists layers {both} in kda_layers and in full_attn_layers")
-        expected = list(range(1, self.num_hidden_layers + 1))
-        if sorted(kda + mla) != expected:
-            left_out = sorted(set(expected) - set(kda + mla))
-            extra = sorted(i for i in set(kda + mla) if i not in expected)
+        if both := sorted(set(kda) & set(mla)):
+            raise ValueError(f"linear_attn_config lists layers {_shown(both)} in kda_layers and in full_attn_layers")
+        given, count = {*kda, *mla}, self.num_hidden_layers
+        extra = sorted(i for i in given if not 1 <= i <= count)
+        if extra or len(given) != count or len(kda) + len(mla) != count:
+            # a count that no list of this length can name may be any number: only a few of what is left out are shown
+            left_out = list(itertools.islice((i for i in range(1, count + 1) if i not in given), 11))
             raise ValueError(
-                f"kda_layers and full_attn_layers of linear_attn_config must name each of the {self.num_hidden_layers} "
-                f"layers once, counted from 1: left out {left_out}, out of range {extra}, "
+                f"kda_layers and full_attn_layers of linear_attn_config must name each of the {count} layers once, "
+                f"counted from 1: left out {_shown(left_out)}, out of range {_shown(extra)}, "
                 f"{len(kda) + len(mla)} entries in all"
             )
 
@@ -463,12 +490,12 @@ class KimiK3TextConfig(_FileConfig):
         linear = self.linear_attn_config
         for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
             if not _is_count(linear[name]) or linear[name] < 1:
-                raise ValueError(f"linear_attn_config.{name} must be a positive integer, got {linear[name]!r}")
+                raise ValueError(f"linear_attn_config.{name} must be a positive integer, got {_shown(linear[name])}")
         bound = linear.get("gate_lower_bound")
         if bound is not None and not (isinstance(bound, (int, float)) and _is_positive(-bound)):
             raise ValueError(
                 f"linear_attn_config.gate_lower_bound must be a negative number (bounded gate) or null (softplus "
-                f"gate), got {bound!r}"
+                f"gate), got {_shown(bound)}"
             )
         if not isinstance(linear.get("use_full_rank_gate", False), bool):
             raise ValueError("linear_attn_config.use_full_rank_gate must be true or false")
@@ -476,10 +503,10 @@ class KimiK3TextConfig(_FileConfig):
             self._validate_size(name)
         for name in _FLAGS:
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be true or false, got {_shown(getattr(self, name))}")
         for name in ("rms_norm_eps", "initializer_range", "routed_scaling_factor"):
             if not _is_positive(getattr(self, name)):
-                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be a positive number, got {_shown(getattr(self, name))}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.num_key_value_heads != self.num_attention_heads:
@@ -490,13 +517,14 @@ class KimiK3TextConfig(_FileConfig):
         if not self.mla_use_nope:
             raise ValueError("mla_use_nope must be true: the text model of Kimi K3 has no rotary embedding")
         if self.hidden_act not in _ACTIVATIONS:
-            raise ValueError(f"hidden_act {self.hidden_act!r} is not known; use one of {', '.join(_ACTIVATIONS)}")
+            raise ValueError(f"hidden_act {_shown(self.hidden_act)} is not known; use one of {', '.join(_ACTIVATIONS)}")
         if self.hidden_act == "situ":
             beta, linear_beta = self.activation_situ_beta, self.activation_situ_linear_beta
             if not _is_positive(beta):
-                raise ValueError(f'hidden_act="situ" needs activation_situ_beta, a positive number, got {beta!r}')
+                raise ValueError(f'hidden_act="situ" needs activation_situ_beta, a positive number, got {_shown(beta)}')
             if linear_beta is not None and not _is_positive(linear_beta):
-                raise ValueError(f"activation_situ_linear_beta must be a positive number or null, got {linear_beta!r}")
+                value = _shown(linear_beta)
+                raise ValueError(f"activation_situ_linear_beta must be a positive number or null, got {value}")
         if self.num_experts:
             self._validate_experts()
         elif self.expert_quantization is not None:
@@ -507,14 +535,15 @@ class KimiK3TextConfig(_FileConfig):
             value = getattr(self, name)
             if not _is_count(value) or value < 1:
                 raise ValueError(
-                    f"num_experts is {self.num_experts}, so {name} must be a positive integer, got {value!r}"
+                    f"num_experts is {self.num_experts}, so {name} must be a positive integer, got {_shown(value)}"
                 )
         if self.moe_router_activation_func != "sigmoid":
             raise ValueError(
-                f"moe_router_activation_func {self.moe_router_activation_func!r} is not implemented; only 'sigmoid' is"
+                f"moe_router_activation_func {_shown(self.moe_router_activation_func)} is not implemented; only "
+                "'sigmoid' is"
             )
         if self.topk_method != "noaux_tc":
-            raise ValueError(f"topk_method {self.topk_method!r} is not implemented; only 'noaux_tc' is")
+            raise ValueError(f"topk_method {_shown(self.topk_method)} is not implemented; only 'noaux_tc' is")
         if self.latent_moe_use_norm and not self.routed_expert_hidden_size:
             raise ValueError("latent_moe_use_norm is true, so routed_expert_hidden_size (the latent width) is needed")
         groups, chosen = self.num_expert_group or 1, self.topk_group or 1
@@ -536,10 +565,10 @@ class KimiK3TextConfig(_FileConfig):
     def _validate_quantization(self):
         quantization = self.expert_quantization
         if not isinstance(quantization, dict):
-            raise ValueError(f"quantization_config must be a dict, got {quantization!r}")
+            raise ValueError(f"quantization_config must be a dict, got {_shown(quantization)}")
         if quantization.get("format") != MXFP4_FORMAT:
             raise ValueError(
-                f"quantization_config.format {quantization.get('format')!r} is not implemented; "
+                f"quantization_config.format {_shown(quantization.get('format'))} is not implemented; "
                 f"routed experts may be packed as {MXFP4_FORMAT!r}"
             )
         for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
@@ -622,15 +651,17 @@ class KimiK3Config(_FileConfig):
             self.text_config = KimiK3TextConfig()
         for name in ("text_config", "vision_config"):
             if not isinstance(getattr(self, name), dict | PreTrainedConfig | None):
-                raise ValueError(f"{name} must be a dict, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be a dict, got {_shown(getattr(self, name))}")
         if isinstance(self.text_config, dict):
             self.text_config = KimiK3TextConfig.from_dict(dict(self.text_config))
         if isinstance(self.vision_config, dict):
             self.vision_config = KimiK3VisionConfig(**self.vision_config)
         # Some tools copy the section to the top level, where transformers would act on it (module docstring).
-        quantization = kwargs.pop("quantization_config", None)
-        if quantization is not None and self.text_config.expert_quantization is None:
-            self.text_config.expert_quantization = quantization
+        section = kwargs.get("quantization_config")
+        if section is not None and not _is_of_others(section):
+            del kwargs["quantization_config"]
+            if self.text_config.expert_quantization is None:
+                self.text_config.expert_quantization = section
         super().__post_init__(**kwargs)
         if self.vision_config is not None and self.vision_config.text_hidden_size != self.text_config.hidden_size:
             raise ValueError(

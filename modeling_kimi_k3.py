@@ -27,7 +27,15 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import OutputRecorder
 
 from .cache_kimi_k3 import STATIC_ATTENTION, HybridCache
-from .checkpoint_kimi_k3 import NEW_TENSORS, load_checked, weight_conversions
+from .checkpoint_kimi_k3 import (
+    WISHES,
+    Wishes,
+    check_saves,
+    leaving_one_model,
+    load_checked,
+    refuse_unusable_values,
+    weight_conversions,
+)
 from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from .distributed_kimi_k3 import check_fit, pipeline_forward, without_tensor_parallelism
 from .generation_kimi_k3 import (
@@ -57,6 +65,23 @@ from .remote_code_kimi_k3 import auto_map, copy_code
 from .vision_kimi_k3 import KimiK3PositionTable, KimiK3Projector, KimiK3VisionTower
 
 logger = logging.get_logger(__name__)
+
+
+def _without_mxfp4_config(kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Arguments of `from_pretrained` with transformers' `Mxfp4Config` in our own words, and whether it was there.
+
+    Its quantizer knows other experts than ours.
+    """
+    section = kwargs.get("quantization_config")
+    options = section if isinstance(section, dict) else getattr(section, "__dict__", {})
+    if options.get("quant_method") != "mxfp4":
+        return kwargs, False
+    if options.get("modules_to_not_convert"):
+        raise ValueError("Mxfp4Config(modules_to_not_convert=...): routed experts are packed, all of them or none")
+    kwargs = {name: value for name, value in kwargs.items() if name != "quantization_config"}
+    if options.get("dequantize"):
+        return {**kwargs, "dequantize": True}, False
+    return kwargs, True
 
 
 class KimiK3PreTrainedModel(PreTrainedModel):
@@ -145,6 +170,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         pretrained_model_name_or_path: str | os.PathLike | None,
         *args: Any,
         new_tensors: Sequence[str] | bool = (),
+        check_finite: bool = False,
         **kwargs: Any,
     ) -> Any:
         """transformers' `from_pretrained`, which here refuses a checkpoint that lacks a tensor of the model.
@@ -152,15 +178,22 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         Args:
             new_tensors: names of modules or parameters that may be missing and then begin with random values, beside
                 those that the class declares in `_new_tensors`; True for any.
+            check_finite: read all values and refuse those that are not finite, scales of packed experts included.
+            kwargs: as in transformers, and `dequantize=True`, which `quantization_config=Mxfp4Config(dequantize=True)`
+                says as well.
 
         Raises:
-            ValueError: names the first tensor that is missing or does not fit, before any data is read.
+            ValueError: names the first tensor that is missing, does not fit (before any data is read) or is not finite.
         """
-        said = NEW_TENSORS.set(new_tensors)
+        kwargs, packed = _without_mxfp4_config(kwargs)
+        said = WISHES.set(Wishes(new_tensors, packed))
         try:
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+            result = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         finally:
-            NEW_TENSORS.reset(said)
+            WISHES.reset(said)
+        if check_finite:
+            refuse_unusable_values((result[0] if isinstance(result, tuple) else result).state_dict())
+        return result
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
@@ -209,8 +242,13 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                 "a pipeline stage holds its own layers only, so its folder would lack the others: load the tensors of "
                 "all stages' state_dict() into a whole model and save that"
             )
+        # A state dict that is passed, an adapter and quantised weights are not what the parameters here are.
+        quantised = getattr(self, "hf_quantizer", None) is not None
+        if kwargs.get("state_dict") is None and not self._hf_peft_config_loaded and not quantised:
+            check_saves(self)
         self.config.auto_map, self.config._named_as_in_file = auto_map(self), False
-        super().save_pretrained(save_directory, *args, **kwargs)
+        with leaving_one_model(Path(save_directory)):
+            super().save_pretrained(save_directory, *args, **kwargs)
         if self.should_save_on_this_rank(True):
             copy_code(Path(save_directory))
         self.barrier_after_gathered_checkpoint_save(getattr(self.config, "distributed_config", None))

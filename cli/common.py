@@ -88,10 +88,18 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def load_model(folder: Path, device: torch.device, dtype: str = "auto", dequantize: bool = False) -> KimiK3ForCausalLM:
+def load_model(
+    folder: Path,
+    device: torch.device,
+    dtype: str = "auto",
+    dequantize: bool = False,
+    check_finite: bool = False,
+) -> KimiK3ForCausalLM:
     """The model on `device`, in evaluation mode; `auto` keeps the dtype of the checkpoint."""
     try:
-        return KimiK3ForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device, dequantize=dequantize)
+        return KimiK3ForCausalLM.from_pretrained(
+            folder, dtype=dtype, device_map=device, dequantize=dequantize, check_finite=check_finite
+        )
     except (OSError, ValueError) as error:
         raise UsageError(f"the weights in {folder} cannot be loaded: {error}") from error
 

@@ -107,6 +107,8 @@ def run_verify(args: argparse.Namespace) -> None:
     if result.close:
         worst = max(result.close, key=result.close.get)
         print(f"{len(result.close):,} are within {args.tolerance:g}, the worst {worst} by {result.close[worst]:.6g}")
+    if result.not_finite:
+        print(f"{len(result.not_finite):,} have values that are not finite, the first {result.not_finite[0]}")
     print(f"logits: {result.logits}")
     if not result.same:
         print("\n".join(result.differences[:20]))

@@ -16,6 +16,7 @@ from .source import (
     read_config,
     read_index,
     read_json,
+    refuse_too_few_experts,
     stored_tensors,
     without_collector,
 )
@@ -113,14 +114,11 @@ def take_inventory(folder: Path) -> Inventory:
         return _names_alone(index, absent, total_size)
     config = read_config(folder)
     text = config.get_text_config(decoder=True)
+    if absent:
+        refuse_too_few_experts(folder, config, map(plain_name, index))
     inventory = Inventory(_summary(config, text), absent, index_only, total_size)
-    expected = {plain_name(name): entry for name, entry in expected_tensors(config).items()}
     entries: dict[str, tuple] = {}
-    if index_only:
-        for original in index:
-            name = plain_name(original)
-            entries[name] = (original, *expected.get(name, ("U8", ())))
-    else:
+    if not index_only:
         # read once: a configuration looks up every attribute in several tables, and there are half a million tensors
         experts = text.num_experts or 0
         present = {name: file for name, file in index.items() if file not in absent} if absent else index
@@ -130,6 +128,13 @@ def take_inventory(folder: Path) -> Inventory:
                     inventory.foreign.append(f"{stored.name} (there already as {entries[name][0]})")
                     continue
                 entries[name] = (stored.name, part.dtype, part.shape)
+    if not absent:
+        refuse_too_few_experts(folder, config, entries)
+    expected = {plain_name(name): entry for name, entry in expected_tensors(config).items()}
+    if index_only:
+        for original in index:
+            name = plain_name(original)
+            entries[name] = (original, *expected.get(name, ("U8", ())))
     inventory.tensors = len(entries)
     inventory.missing = [name for name in expected if name not in entries]
     kda_layers = {layer for layer, kind in enumerate(text.layer_types) if kind == "linear_attention"}

@@ -10,12 +10,11 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from ..checkpoint_kimi_k3 import plain_name
+from ..checkpoint_kimi_k3 import FUSED_EXPERTS, plain_name
 from ..configuration_kimi_k3 import MXFP4_FORMAT, MXFP4_GROUP, KimiK3Config, KimiK3TextConfig
 from .source import (
     DTYPES,
     FUSED_CONVOLUTIONS,
-    FUSED_EXPERTS,
     VISION,
     Checkpoint,
     ConversionError,

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -15,6 +16,7 @@ from .plan import Plan, Shard, Target, make_plan
 from .source import INDEX, Checkpoint, ConversionError, open_checkpoint
 from .steps import carry_out
 
+logger = logging.getLogger(__name__)
 REPORT = "rounding.json"
 # Never copied beside the new weights: what the conversion writes itself, and weights in any form.
 _NOT_SIDE_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -72,14 +74,18 @@ def convert(
     files.mkdir(parents=True, exist_ok=True)
     with _only_one(work):
         _write_text(work / "state.json", json.dumps(state))
+        unusable: list[str] = []
         bar = tqdm(total=plan.total_size, unit="B", unit_scale=True, disable=not progress)
         with bar, _pool(workers) as pool:
             for shard in plan.shards:
-                _write_shard(shard, files, pool, bar)
+                _write_shard(shard, files, pool, bar, unusable)
         if _source_state(checkpoint) != state["source"]:
             raise ConversionError(f"{source} changed while it was read: delete {work} and start again")
         _finish(checkpoint, plan, side_files, files)
         _put_in_place(work, destination, overwrite)
+    if unusable:
+        more = f" and {len(unusable) - 1:,} more" if len(unusable) > 1 else ""
+        logger.warning("%s%s: values that are not finite were copied as they are", unusable[0], more)
     return plan
 
 
@@ -183,7 +189,8 @@ def _pool(workers: int):
         torch.set_num_threads(threads)
 
 
-def _write_shard(shard: Shard, files: Path, pool: ThreadPoolExecutor, bar) -> None:
+def _write_shard(shard: Shard, files: Path, pool: ThreadPoolExecutor, bar, unusable: list[str]) -> None:
+    """Steps that copied values which are not finite are added to `unusable`; a shard that is finished has none."""
     path = files / shard.name
     head, begins = shard.layout()
     size = len(head) + shard.nbytes
@@ -201,8 +208,11 @@ def _write_shard(shard: Shard, files: Path, pool: ThreadPoolExecutor, bar) -> No
         jobs = [pool.submit(carry_out, step, shard, descriptor, begins) for step in shard.steps]
         try:
             for step, job in zip(shard.steps, jobs, strict=True):
-                if (result := job.result()) is not None:
+                result, finite = job.result()
+                if result is not None:
                     rounding[step.label] = result.report()
+                if not finite:
+                    unusable.append(step.label)
                 bar.update(step.nbytes)
         finally:  # no thread may write to a closed descriptor
             for job in jobs:
@@ -241,6 +251,13 @@ def _side_files(checkpoint: Checkpoint, plan: Plan) -> list[Path]:
             continue
         if path.stat().st_size > _LARGEST_SIDE_FILE or (path.suffix == ".py" and not code):
             continue
+        # A folder of somebody must not make us copy a file of this machine; the hub's cache links to its own blobs.
+        if not any(
+            path.resolve().is_relative_to(place) for place in (folder.resolve(), folder.parent.parent / "blobs")
+        ):
+            raise ConversionError(
+                f"{path} is a link to a file outside the folder: put a copy in its place or remove it"
+            )
         chosen.append(path.relative_to(folder))
     return chosen
 

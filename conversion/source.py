@@ -16,22 +16,25 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers.modeling_utils import local_torch_dtype
 
+from .. import checkpoint_kimi_k3
 from ..checkpoint_kimi_k3 import (
     DTYPES,
-    FUSED_EXPERTS,
+    INDEX,
     NATIVE_DENSE_MLP,
     apply_renamings,
+    check_expert_count,
     check_tensors,
     plain_name,
     read_header,
     released_tensors,
+    unfused_experts,
 )
 from ..configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from ..modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3ForConditionalGeneration
@@ -57,7 +60,6 @@ def without_collector():
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | dict(
     I64=8, U64=8, C64=8, I32=4, U32=4, I16=2, U16=2, I8=1, BOOL=1, F8_E4M3=1, F8_E5M2=1
 )
-INDEX = "model.safetensors.index.json"
 FUSED_CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 VISION = ("vision_tower.", "mm_projector.")  # what plain names of tower and projector start with
 
@@ -225,18 +227,11 @@ def expected_tensors(config: KimiK3Config | KimiK3TextConfig) -> dict[str, tuple
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
-    """Tensor name -> file name of a folder's index; None if it has none."""
-    if not (folder / INDEX).is_file():
-        return None
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ConversionError(f"{folder / INDEX} has no weight_map of tensor names to file names")
-    if outside := next((name for name in set(weight_map.values()) if Path(name).name != name), None):
-        raise ConversionError(f"{INDEX} names {outside!r}, which is not a file of the folder")
-    # else an index could make us unpickle a torch.save file that nobody asked for
-    if other := next((name for name in set(weight_map.values()) if not name.endswith(".safetensors")), None):
-        raise ConversionError(f"{INDEX} names {other!r}, which is not a safetensors file")
-    return weight_map
+    """Tensor name -> file name of a folder in shards, as loading reads it; None if its model is in one file."""
+    try:
+        return checkpoint_kimi_k3.read_index(folder)
+    except ValueError as error:
+        raise ConversionError(str(error)) from error
 
 
 def weight_files(folder: Path, index: dict[str, str] | None, allow_pickle: bool = False) -> list[Path]:
@@ -332,7 +327,6 @@ def read_pickle(path: Path) -> Iterator[Stored]:
 # --- one form --------------------------------------------------------------------------------------------------------
 
 _NATIVE_MOE = re.compile(r"^(layers\.\d+)\.mlp\.(gate|experts|shared_experts)\.")
-_FUSED_EXPERTS = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)(_packed|_scale)?$")
 
 
 def plain_tensors(stored: Stored, experts: int) -> Iterator[tuple[str, Stored]]:
@@ -347,20 +341,20 @@ def plain_tensors(stored: Stored, experts: int) -> Iterator[tuple[str, Stored]]:
             raise ConversionError(f"{stored.name} has {stored.shape[0]} rows, which are not those of q, k and v")
         for i, part in enumerate(FUSED_CONVOLUTIONS):
             yield name.replace("conv1d", part), stored.rows(i * third, (i + 1) * third)
-    elif match := _FUSED_EXPERTS.match(name):
-        prefix, weight, kind = match.groups()
-        matrices = FUSED_EXPERTS[weight]
-        if len(stored.shape) != 3 or stored.shape[0] != experts or stored.shape[1] % len(matrices):
-            raise ConversionError(
-                f"{stored.name} has shape {list(stored.shape)}, not [{experts}, rows, columns] of all experts"
-            )
-        rows = stored.shape[1] // len(matrices)
+    elif parts := _unfused(stored, name, experts):
+        rows = parts[0][1][0]
         flat = stored.view((stored.shape[0] * stored.shape[1], stored.shape[2]))
-        for i in range(experts * len(matrices)):
-            part = flat.rows(i * rows, (i + 1) * rows)
-            yield f"{prefix}.{i // len(matrices)}.{matrices[i % len(matrices)]}.weight{kind or ''}", part
+        for i, (part, _) in enumerate(parts):
+            yield part, flat.rows(i * rows, (i + 1) * rows)
     else:
         yield name, stored
+
+
+def _unfused(stored, name, experts):
+    try:
+        return unfused_experts(name, stored.name, stored.shape, experts)
+    except ValueError as error:
+        raise ConversionError(str(error)) from error
 
 
 @without_collector()
@@ -378,7 +372,6 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False, drop_
     folder = Path(folder)
     config = read_config(folder)
     text_config = config.get_text_config(decoder=True)
-    expected = {plain_name(name): (name, *entry) for name, entry in expected_tensors(config).items()}
     experts = text_config.num_experts or 0
     tensors: dict[str, Stored] = {}
     for stored in stored_tensors(folder, read_index(folder), allow_pickle):
@@ -386,6 +379,8 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False, drop_
             if name in tensors:
                 raise ConversionError(f"{stored.name} and {tensors[name].name} are the same tensor of the model")
             tensors[name] = part
+    refuse_too_few_experts(folder, config, tensors)
+    expected = {plain_name(name): (name, *entry) for name, entry in expected_tensors(config).items()}
     _drop_tied_head(tensors, expected)
     foreign = [name for name in tensors if name not in expected]
     described = {name: (part.name, part.dtype, part.shape) for name, part in tensors.items()}
@@ -408,6 +403,14 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False, drop_
         if name.endswith(".self_attn.A_log"):
             tensors[name] = _live_heads(tensors[name], heads)
     return Checkpoint(folder, config, tensors)
+
+
+def refuse_too_few_experts(folder: Path, config: KimiK3Config | KimiK3TextConfig, names: Iterable[str]) -> None:
+    """As `check_expert_count`, before the list of expected tensors is made."""
+    try:
+        check_expert_count(config, names)
+    except ValueError as error:
+        raise ConversionError(f"{folder}: {error}") from error
 
 
 def _drop_tied_head(tensors, expected):

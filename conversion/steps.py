@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checkpoint_kimi_k3 import count_unusable
 from ..kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from .plan import Shard, Step
 from .source import DTYPES, PIECE, ConversionError, pieces, raw, shape_of
@@ -43,18 +44,18 @@ class Rounding:
         return {"rms": rms, "max": self.largest, "relative": rms / value_rms if value_rms else 0.0}
 
 
-def carry_out(step: Step, shard: Shard, descriptor: int, begins: dict[str, int]) -> Rounding | None:
+def carry_out(step: Step, shard: Shard, descriptor: int, begins: dict[str, int]) -> tuple[Rounding | None, bool]:
     """Write the bytes of one step into the shard's open file.
 
     Returns:
-        What rounding did, for a step that may round.
+        What rounding did, for a step that may round; and whether all values are finite, for one that copies them.
 
     Raises:
         ConversionError: for values that the target cannot hold.
     """
     offsets = [begins[name] + place for name, place in step.places]
     if step.kind == "copy":
-        return _copy(step, descriptor, offsets[0])
+        return None, _copy(step, descriptor, offsets[0])
     rows, columns = shape_of(step.parts)
     dtype = DTYPES[shard.tensors[step.places[0][0]][0]]
     rounding = Rounding() if step.kind == "pack" or _narrows(step, dtype) else None
@@ -66,7 +67,7 @@ def carry_out(step: Step, shard: Shard, descriptor: int, begins: dict[str, int])
             _write(descriptor, memoryview(raw(result).numpy()), offset + start * row_bytes)
         if rounding is not None:
             rounding.add(wide, dequantize_mxfp4(*results, torch.float64) if step.kind == "pack" else results[0])
-    return rounding
+    return rounding, True
 
 
 def _narrows(step, dtype):
@@ -105,13 +106,18 @@ def _name(dtype):
 
 
 def _copy(step, descriptor, offset):
+    """Whether all values are finite."""
     (stored,) = step.parts
+    finite = True
     if not hasattr(_buffers, "piece"):
         _buffers.piece = memoryview(bytearray(PIECE))
     for start, stop in pieces(stored.nbytes, PIECE):
         piece = _buffers.piece[: stop - start]
         stored.source.read_into(piece, stored.offset + start)
+        values = torch.frombuffer(piece, dtype=DTYPES[stored.dtype])  # pieces are whole numbers of values
+        finite = finite and not count_unusable(stored.name, values)
         _write(descriptor, piece, offset + start)
+    return finite
 
 
 def _write(descriptor, view, offset):

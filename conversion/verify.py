@@ -12,6 +12,7 @@ import psutil
 import torch
 from tqdm import tqdm
 
+from ..checkpoint_kimi_k3 import count_unusable
 from ..configuration_kimi_k3 import KimiK3TextConfig, KimiK3VisionConfig
 from ..kernels.mxfp4 import dequantize_mxfp4
 from ..modeling_kimi_k3 import KimiK3ForCausalLM
@@ -40,12 +41,14 @@ class Comparison:
     equal: how many tensors have the same bytes, or the same values in different formats.
     close: plain name -> largest absolute difference, of those within the tolerance.
     differences: sentences; empty if the models are the same.
+    not_finite: plain names of tensors with values that are not finite, in either folder.
     logits: the result of comparing logits, or why they were not compared.
     """
 
     equal: int = 0
     close: dict[str, float] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
     logits: str = ""
 
     @property
@@ -123,15 +126,20 @@ def _compare_tensor(name, a, b, tolerance, result):
         result.differences.append(f"{name} has shape {list(shape)} and {list(shape_of(b))}")
         return
     same_format = [part.dtype for part in a] == [part.dtype for part in b]
-    largest, wrong_zero = 0.0, False
+    largest, wrong_zero, finite = 0.0, False, True
     rows = shape[0] if shape else 1
     for start, stop in pieces(rows, max(1, VALUES // max(1, math.prod(shape[1:])))):
-        if same_format and all(same_bytes(*pair, start, stop) for pair in zip(a, b, strict=True)):
+        alike = same_format and all(same_bytes(*pair, start, stop) for pair in zip(a, b, strict=True))
+        parts = a if alike else (*a, *b)
+        finite = finite and not any(count_unusable(part.name, part.read(start, stop)) for part in parts)
+        if alike:
             continue
         one, other = _read(a, start, stop).double(), _read(b, start, stop).double()
         error = _error(one, other)
         largest = max(largest, math.inf if error.isnan().any() else error.max().item())
         wrong_zero |= bool((torch.signbit(one) != torch.signbit(other))[(one == 0) & (other == 0)].any())
+    if not finite:
+        result.not_finite.append(name)
     if largest == 0 and (not wrong_zero or tolerance > 0):
         result.equal += 1
     elif largest <= tolerance:

@@ -172,7 +172,7 @@ def run_serve(args: argparse.Namespace) -> None:
     device = choose_device(args.device)
     config = read_config(args.model)
     tokenizer = load_tokenizer(args.model)
-    model = load_model(args.model, device, args.dtype)
+    model = load_model(args.model, device, args.dtype, check_finite=True)
     budgets = args.device_bytes, args.host_bytes, args.folder, args.disk_bytes if args.folder else 0
     try:
         cache = PrefixCache(model, *budgets)

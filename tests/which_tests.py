@@ -9,6 +9,8 @@ CONTRACT = "model/test_forward_contract.py"
 CONFIGURATION = "model/test_configuration.py"
 CHECKPOINT = "model/test_checkpoint.py"
 INCOMPLETE = "model/test_incomplete_checkpoints.py"
+FOREIGN = "model/test_foreign_folders.py"
+DOOR = "conversion/test_one_door.py"
 INITIALISATION = "model/test_initialisation.py"
 GENERATION = "cache/test_generation.py"
 SNAPSHOTS = "cache/test_snapshots.py"
@@ -43,10 +45,12 @@ TESTS = {
     "cache_layers_kimi_k3.py": (
         SNAPSHOTS, GENERATION, CAPTURED, STATIC, "model/test_devices.py", ROLLBACK, CONTRACT, MATRIX,
     ),
-    "checkpoint_kimi_k3.py": (CHECKPOINT, INCOMPLETE, INITIALISATION, CONVERSION, "model/test_remote_code.py"),
-    "configuration_kimi_k3.py": (
-        CONFIGURATION, INITIALISATION, "common_suite/run.py", CHECKPOINT, "ecosystem/test_doors.py",
+    "checkpoint_kimi_k3.py": (
+        CHECKPOINT, INCOMPLETE, FOREIGN, DOOR, "model/test_finite_values.py", INITIALISATION, CONVERSION,
+        "model/test_remote_code.py",
     ),
+    "configuration_kimi_k3.py": (
+        CONFIGURATION, INITIALISATION, "common_suite/run.py", CHECKPOINT, "ecosystem/test_doors.py", DOOR, "model/test_quantizers.py"),
     "distributed_kimi_k3.py": (TENSOR_PARALLEL, "model/test_devices.py"),
     "generation_kimi_k3.py": (CAPTURED, GENERATION, ROLLBACK, STATIC, MATRIX),
     "graph_kimi_k3.py": (CAPTURED, "cache/test_graph.py", STATIC),
@@ -73,7 +77,7 @@ TESTS = {
     "conversion/inventory.py": (CONVERSION, RESUME),
     "conversion/plan.py": (CONVERSION, RESUME, "conversion/test_gguf.py"),
     "conversion/run.py": (RESUME, CONVERSION),
-    "conversion/source.py": (CONVERSION, RESUME),
+    "conversion/source.py": (CONVERSION, DOOR, RESUME),
     "conversion/steps.py": (CONVERSION, RESUME),
     "conversion/verify.py": (CONVERSION, RESUME),
     "costs/__init__.py": (COST,),

@@ -1,0 +1,140 @@
+"""Quantizers of transformers beside our packed experts: each keeps its own section, and a saved folder loads again."""
+
+import importlib.util
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
+
+import tiny
+from kimi_k3 import KimiK3Config, KimiK3ForCausalLM, KimiK3ForConditionalGeneration, KimiK3TextConfig
+
+IDS = torch.arange(3, 25)[None]
+BITS = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+def needs(package):
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Name -> a folder with packed experts, with float ones, and with packed ones in a multimodal configuration."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("packed", "float", "nested")}
+    tiny.model("kmk", **tiny.PACKED).save_pretrained(folders["packed"])
+    tiny.model("kmk").save_pretrained(folders["float"])
+    text = tiny.config("kmk", **tiny.PACKED)
+    KimiK3ForConditionalGeneration(KimiK3Config(text_config=text, **tiny.SPECIAL)).save_pretrained(folders["nested"])
+    return folders
+
+
+# --- Mxfp4Config -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("section", [Mxfp4Config(dequantize=True), {"quant_method": "mxfp4", "dequantize": True}])
+def test_mxfp4_config_dequantizes(section, saved, tmp_path):
+    """As documented for other models: experts that train, and a folder that loads again."""
+    model = AutoModelForCausalLM.from_pretrained(saved["packed"], quantization_config=section)
+    ours = AutoModelForCausalLM.from_pretrained(saved["packed"], dequantize=True)
+    assert torch.equal(logits(model), logits(ours))
+    model(IDS, labels=IDS).loss.backward()
+    assert sum(p.grad is not None for name, p in model.named_parameters() if ".experts." in name) == 4
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def test_mxfp4_config_keeps_experts_packed(saved):
+    for name in ("packed", "nested"):
+        model = AutoModelForCausalLM.from_pretrained(saved[name], quantization_config=Mxfp4Config())
+        assert any(parameter.endswith("_packed") for parameter in model.state_dict())
+        assert not hasattr(model.config, "quantization_config")
+    with pytest.raises(ValueError, match=r"stores them in floating point: pack them with `kimi-k3 convert"):
+        AutoModelForCausalLM.from_pretrained(saved["float"], quantization_config=Mxfp4Config())
+    with pytest.raises(ValueError, match="all of them or none"):
+        AutoModelForCausalLM.from_pretrained(
+            saved["packed"], quantization_config=Mxfp4Config(modules_to_not_convert=["lm_head"])
+        )
+
+
+# --- sections in a configuration -------------------------------------------------------------------------------------
+
+
+@pytest.mark.one_release
+@pytest.mark.parametrize("name", ["packed", "float", "nested"])
+def test_both_sections_come_back(name, saved, tmp_path):
+    """A quantizer writes its section where the released file has that of the experts."""
+    config = (KimiK3Config if name == "nested" else KimiK3TextConfig).from_pretrained(saved[name])
+    packed = config.get_text_config(decoder=True).expert_quantization
+    assert (packed is None) == (name == "float") and not hasattr(config, "quantization_config")
+    config.quantization_config = dict(BITS)
+    config.save_pretrained(tmp_path)
+    for config_class in (type(config), KimiK3TextConfig):
+        again = config_class.from_pretrained(tmp_path)
+        assert again.quantization_config == BITS
+        assert again.get_text_config(decoder=True).expert_quantization == packed
+    del config.quantization_config
+    config.save_pretrained(tmp_path)
+    assert config.to_dict() == type(config).from_pretrained(saved[name]).to_dict()
+
+
+# --- the quantizers themselves ---------------------------------------------------------------------------------------
+
+
+def bits8():
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def bits4():
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True)
+
+
+def int8_weights():
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig(version=2))
+
+
+def quanto():
+    from transformers import QuantoConfig
+
+    return QuantoConfig(weights="int8")
+
+
+@pytest.mark.parametrize(
+    "section, saves",
+    [
+        pytest.param(bits8, True, marks=needs("bitsandbytes")),
+        pytest.param(bits4, True, marks=needs("bitsandbytes")),
+        pytest.param(int8_weights, True, marks=needs("torchao")),
+        pytest.param(quanto, False, marks=needs("optimum")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["float", "packed"])
+def test_a_quantised_model_runs_saves_and_loads(name, section, saves, saved, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(saved[name], quantization_config=section(), dtype=torch.float32)
+    expected = logits(model)
+    exact = logits(AutoModelForCausalLM.from_pretrained(saved[name], dtype=torch.float32))
+    assert 0 < (expected - exact).abs().max() < 1
+    cached = model.generate(IDS, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    whole = model.generate(IDS, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=False)
+    assert torch.equal(cached, whole)
+    if not saves:
+        return
+    model.save_pretrained(tmp_path)
+    again = KimiK3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.allclose(logits(again), expected, atol=1e-3)
+    assert any(name.endswith("experts.0.w1.weight_packed") for name in load_file(tmp_path / "model.safetensors")) == (
+        name == "packed"
+    )
