@@ -16,6 +16,7 @@ CODE_FILES = tuple(
         "checkpoint",
         "configuration",
         "distributed",
+        "files",
         "generation",
         "graph",
         "kernels",

@@ -22,9 +22,9 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from ..files_kimi_k3 import DamagedFile, load_state, remove_state, save_state
 from ..modeling_kimi_k3 import KimiK3ForCausalLM
 from ..training.muon import PerHeadMuon
-from ..training.state_file import save_state
 from .draft import DSparkConfig, DSparkDraft
 
 SEPARATOR = "\n\f\n"  # of documents: a line that holds a form feed
@@ -114,10 +114,11 @@ def groups(draft) -> list[dict]:
 
 def resumed(file: Path, settings: dict) -> dict | None:
     """The state that an earlier run with the same settings saved."""
-    if not file.exists():
-        return None
-    saved = torch.load(file)
-    if saved["settings"] != settings:
+    try:
+        saved = load_state(file)
+    except DamagedFile as error:
+        raise SystemExit(str(error)) from error
+    if saved is not None and saved["settings"] != settings:
         raise SystemExit(
             f"{file} belongs to a run with other settings, {saved['settings']}: remove it or finish that run"
         )
@@ -198,8 +199,8 @@ def main(argv: list[str] | None = None):
         "transformers": transformers.__version__,
     }
     (options.out / "training_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    file.unlink()
-    state.unlink(missing_ok=True)
+    remove_state(file)
+    remove_state(state)
 
 
 if __name__ == "__main__":

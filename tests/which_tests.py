@@ -52,6 +52,7 @@ TESTS = {
     "configuration_kimi_k3.py": (
         CONFIGURATION, INITIALISATION, "common_suite/run.py", CHECKPOINT, "ecosystem/test_doors.py", DOOR, "model/test_quantizers.py"),
     "distributed_kimi_k3.py": (TENSOR_PARALLEL, "model/test_devices.py"),
+    "files_kimi_k3.py": ("project/test_files.py", TEXT_RUNS),
     "generation_kimi_k3.py": (CAPTURED, GENERATION, ROLLBACK, STATIC, MATRIX),
     "graph_kimi_k3.py": (CAPTURED, "cache/test_graph.py", STATIC),
     "kernels_kimi_k3.py": ("project/test_imports.py", GOLDEN, "model/test_remote_code.py"),
@@ -159,7 +160,6 @@ TESTS = {
     "training/lora.py": ("training/test_lora.py", "training/test_trl.py", "conversion/test_conversion_adapters.py"),
     "training/muon.py": ("training/test_muon.py",),
     "training/qat.py": ("training/test_qat.py", RECIPE),
-    "training/state_file.py": (TEXT_RUNS,),
     "training/text_data.py": (TEXT_RUNS,),
     "training/text_run.py": (TEXT_RUNS,),
     "recipes/small/corpus.py": (RECIPE,),
@@ -175,6 +175,7 @@ TESTS = {
 # catch most careless changes a second, of every area; look at `--durations` before adding one.
 QUICK = {
     "project/test_imports.py": "import_loads",
+    "project/test_files.py": "",
     "project/test_mutants.py": "",
     "project/test_tiny.py": "",
     "project/test_which_tests.py": "every_source",

@@ -4,11 +4,13 @@ The optimizer is per-head Muon with QK-clip, the experts are balanced by Quantil
 over 1 % of the steps and falls along a cosine (Kimi K3 report, p. 10-11). A run folder holds
 
     state.pt         model, optimizer, position in the data: replaced as a whole, so a kill while writing loses nothing
+    state.before.pt  the one before it, from which a run goes on whose newest state was damaged
     metrics.jsonl    a line for every step
     curve.png        loss and load over the steps, where matplotlib is installed
     model/           the trained model and its tokenizer, once the run is finished
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,10 +21,10 @@ import torch
 from tqdm import tqdm
 
 from .. import KimiK3ForCausalLM
+from ..files_kimi_k3 import DamagedFile, load_state, save_state
 from ..kernels.cross_entropy import IGNORED, chunked_cross_entropy
 from .balancing import QuantileBalancer
 from .muon import PerHeadMuon, QKClip, muon_groups
-from .state_file import save_state
 from .text_data import DataError, PackedRows
 
 WARMUP = 0.01
@@ -82,11 +84,10 @@ class TextTraining:
         self.step = self.tokens = 0
         self.state_file, self.log_file = folder / "state.pt", folder / "metrics.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
-        if self.state_file.exists():
-            self._load()
+        self._load()
         # Steps after the saved state will write their lines again; the kill may have cut off the last line.
-        lines = self.log_file.read_text().splitlines()[: self.step] if self.log_file.exists() else []
-        self.log_file.write_text("".join(f"{line}\n" for line in lines))
+        lines = self.log_file.read_bytes().split(b"\n")[: self.step] if self.log_file.exists() else []
+        self.log_file.write_bytes(b"".join(line + b"\n" for line in lines))
 
     def train(self) -> None:
         """Do the remaining steps, then save the model.
@@ -105,9 +106,9 @@ class TextTraining:
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", refresh=False)
                 if self.step % self.save_every == 0 or self.step == self.run.steps:
                     self._save()
-        draw_curve(self.log_file, self.folder / "curve.png")
         self.model.save_pretrained(self.folder / "model")
         self.tokenizer.save_pretrained(self.folder / "model")
+        draw_curve(self.log_file, self.folder / "curve.png")
 
     def _one_step(self):
         started, device = time.perf_counter(), self.model.device
@@ -155,9 +156,11 @@ class TextTraining:
 
     def _load(self):
         try:
-            state = torch.load(self.state_file, map_location=self.model.device, weights_only=True)
-        except Exception as error:  # torch raises many types of error for a file that it did not write
-            raise DataError(f"{self.state_file} is damaged: remove it to start the run again") from error
+            state = load_state(self.state_file, self.model.device)
+        except DamagedFile as error:
+            raise DataError(str(error)) from error
+        if state is None:
+            return
         before, now = state["run"], dataclasses.asdict(self.run)
         if self.run.split_long:  # a run that stopped at a long document may go on: it has met none before
             before["split_long"] = True
@@ -171,21 +174,28 @@ class TextTraining:
 
 
 def draw_curve(log: Path, picture: Path) -> None:
-    """Loss over the steps and, with experts, the load of the fullest one; nothing where matplotlib is missing."""
+    """Loss over the steps and, with experts, the load of the fullest one; nothing where matplotlib is missing.
+
+    Lines that were damaged are left out.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return
-    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    points: list[tuple[float, float]] = []
+    loads: list[tuple[float, float]] = []
+    for line in log.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            entry = json.loads(line)
+            points.append((float(entry["step"]), float(entry["loss"])))
+            loads.append((points[-1][0], float(entry["router_max_load"])))
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    steps = [entry["step"] for entry in entries]
-    axes.plot(steps, [entry["loss"] for entry in entries], color="#0072B2")
+    axes.plot(*zip(*points, strict=True), color="#0072B2")
     axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
     axes.grid(alpha=0.25)
-    if "router_max_load" in entries[0]:
+    if loads:
         load = axes.twinx()
-        loads = [entry["router_max_load"] for entry in entries]
-        load.plot(steps, loads, color="#D55E00", linewidth=0.8, linestyle="--")
+        load.plot(*zip(*loads, strict=True), color="#D55E00", linewidth=0.8, linestyle="--")
         load.set_ylabel("fullest expert / mean load (dashed)")
     figure.savefig(picture, dpi=90)

@@ -37,6 +37,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.conversion.plan import MXFP4_SECTION
+from kimi_k3.files_kimi_k3 import load_state, save_state
 from kimi_k3.recipes.small.corpus import SEPARATOR
 from kimi_k3.recipes.small.data import RECALL_SHARE, Corpus, StepBatches
 from kimi_k3.recipes.small.episodes import ANSWER_WEIGHT
@@ -45,7 +46,6 @@ from kimi_k3.recipes.small.model import MixedPrecision, packed_state, small_conf
 from kimi_k3.recipes.small.tokenizer import save_tokenizer
 from kimi_k3.training.balancing import QuantileBalancer
 from kimi_k3.training.muon import PerHeadMuon, muon_groups
-from kimi_k3.training.state_file import save_state
 
 # (share of the run from which on, tokens in a window, share of the lists whose keys and values are single tokens)
 STAGES = ((0.0, 256, 0.6), (0.12, 256, 0.2), (0.3, 1024, 0.1), (0.55, 4096, 0.1), (0.8, 8192, 0.1))
@@ -128,7 +128,10 @@ class Trainee:
         save_state(state, path)
 
     def load(self, path):
-        state = torch.load(path, map_location=self.options.device, weights_only=True)
+        """What `save` was given as progress; None without a saved state."""
+        state = load_state(path, self.options.device)
+        if state is None:
+            return None
         self.weights.master.load_state_dict(state["model"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -157,8 +160,8 @@ class Run:
         self.path, self.log = options.run / "state.pt", options.run / "metrics.jsonl"
         self.trainee = Trainee(options, tokenizer)
         lines = []
-        if self.path.exists():
-            self.progress = self.trainee.load(self.path)
+        self.progress = self.trainee.load(self.path)
+        if self.progress is not None:
             # Steps after the saved state will log their lines again.
             lines = [line for line in self.log.read_text().splitlines() if json.loads(line)["step"] < self.step]
         else:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import tiny
-from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig
+from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig, files_kimi_k3
 from kimi_k3 import __main__ as cli
 from kimi_k3.kernels.cross_entropy import chunked_cross_entropy
 from kimi_k3.training import text_run
@@ -218,6 +219,36 @@ def test_a_killed_run_continues_on_the_same_curve(finished, checkpoint, data, tm
         assert process.wait() == -signal.SIGKILL, "it was still at work"
     assert cli.main(command[4:]) == 0
     assert losses(tmp_path / "run") == losses(finished)
+
+
+@pytest.mark.one_release
+def test_a_damaged_state_or_log_ends_in_the_same_model(finished, checkpoint, data, tmp_path, caplog):
+    """One flipped bit in the newest state: the run goes on from the one before, on the same curve."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("model"))
+    state, log = bytearray((run / "state.pt").read_bytes()), (run / "metrics.jsonl").read_bytes().split(b"\n")
+    state[len(state) // 2] ^= 64
+    (run / "state.pt").write_bytes(state)
+    log[2] = log[2][:-1] + b"\xff"
+    (run / "metrics.jsonl").write_bytes(b"\n".join(log))
+    more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--save-every", "4"]
+    assert cli.main(arguments(checkpoint, data / "text.jsonl", run, *more)) == 0
+    assert "state.pt is damaged or gone: the run goes on from the state before it" in caplog.text
+    weights = "model/model.safetensors"
+    assert (run / weights).read_bytes() == (finished / weights).read_bytes()
+    assert same(files_kimi_k3.load_state(run / "state.pt"), files_kimi_k3.load_state(finished / "state.pt"))
+    lines = (run / "metrics.jsonl").read_bytes().split(b"\n")
+    assert lines[2] == log[2]
+    (run / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], *lines[3:]]))
+    assert losses(run) == [*losses(finished)[:2], *losses(finished)[3:]]
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def refusal(capsys, *argv):
