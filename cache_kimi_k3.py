@@ -55,6 +55,10 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 # Attention implementations that can read the filled part of a buffer.
 STATIC_ATTENTION = ("eager", "sdpa")
 _ONE_STATE = "a static cache keeps one state: use HybridCache(config) without max_length"
+_BROKEN_OFF = (
+    "a forward on this cache was broken off, so nobody knows which of its tokens were fed: restore a snapshot, or "
+    "start over with cache.reset()"
+)
 _MASK_MISSING = (
     "the cache holds padding, so every call needs the attention_mask of all columns; without it the MLA layers would "
     "read the padding as tokens"
@@ -99,6 +103,7 @@ class HybridCache(Cache):
         # [B, max_length], a buffer like those of the layers, of which the first `get_seq_length()` columns count.
         self.real: torch.Tensor | None = None
         self.padded = False  # whether padding is known, without reading a value, to have been fed
+        self.is_whole = True  # whether every forward that began on it has returned, its head included
 
     @property
     def nbytes(self) -> int:
@@ -143,8 +148,10 @@ class HybridCache(Cache):
             column: an earlier boundary, of those that `keep_states` named.
 
         Raises:
-            ValueError: for a column at which no state was kept, and for an earlier one of static shapes.
+            ValueError: for a column at which no state was kept, for an earlier one of static shapes, and for a cache on
+                which a forward was broken off.
         """
+        self.check_whole()
         earlier = None if column is None or int(column) == self.get_seq_length() else int(column)
         if earlier is not None:
             self._check_kept(earlier)
@@ -166,18 +173,32 @@ class HybridCache(Cache):
         if [type(layer) for layer in self.layers] != [type(kept) for kept in snapshot.layers]:
             raise ValueError("restore takes a snapshot of this cache: that one has other layers")
         self.layers = [layer.restored(kept) for layer, kept in zip(self.layers, snapshot.layers, strict=True)]
-        self.padded = snapshot.padded
+        self.padded, self.is_whole = snapshot.padded, snapshot.is_whole
         self._replace_real(snapshot.real)
 
     def reset(self) -> None:
         super().reset()
-        self.padded = False
+        self.padded, self.is_whole = False, True
         self._replace_real(None)
+
+    def check_whole(self) -> None:
+        """
+        Raises:
+            ValueError: if a forward on the cache was broken off, whatever it had reached.
+        """
+        if not self.is_whole:
+            raise ValueError(_BROKEN_OFF)
+
+    def commit(self) -> None:
+        """After the forward that `begin` announced, once nothing behind it can fail any more: its tokens are fed."""
+        self.is_whole = True
 
     def begin(
         self, embeds: torch.Tensor, attention_mask: torch.Tensor | None, padding: bool, is_linear: list[bool], runs: int
     ) -> None:
         """Before a forward fills the cache: refuse what does not fit, with nothing changed, then keep the mask.
+
+        Until `commit` the cache takes no other forward: one that fails leaves it to `restore` and `reset`.
 
         Args:
             embeds: [B, T, hidden] of the new columns.
@@ -187,10 +208,11 @@ class HybridCache(Cache):
             runs: how many of them will run; fewer in a draft that exits early.
 
         Raises:
-            ValueError: for a cache of other layers or rows, one that is full, and one that a broken-off forward left
-                with its layers at different tokens; for a mask that contradicts what was fed, since a column read as a
-                token is part of every state.
+            ValueError: for a cache of other layers or rows, one that is full, and one on which a forward was broken off
+                or left out layers; for a mask that contradicts what was fed, since a column read as a token is part of
+                every state.
         """
+        self.check_whole()
         self._check_room(*embeds.shape[:2])
         self._check_layers(is_linear, runs)
         if attention_mask is None and self.padded:
@@ -203,7 +225,7 @@ class HybridCache(Cache):
             self._take_mask_in_place(attention_mask, embeds)
         elif attention_mask is not None:
             self._take_mask(attention_mask, padding)
-        self.padded = self.padded or padding
+        self.padded, self.is_whole = self.padded or padding, False
 
     def _check_room(self, rows: int, length: int) -> None:
         places, seen = self.get_max_length(), self.get_seq_length() + length
@@ -222,7 +244,7 @@ class HybridCache(Cache):
     def _check_layers(self, is_linear: list[bool], runs: int) -> None:
         if not self.is_compileable and len({layer.get_seq_length() for layer in self.layers[:runs]}) > 1:
             raise ValueError(
-                "a forward on this cache was broken off and left its layers at different tokens: restore a "
+                "the layers of this cache stand at different tokens, as after a draft that exits early: restore a "
                 "snapshot, or start over with cache.reset()"
             )
         kinds = ["recurrent_state" in layer.tensor_names for layer in self.layers]
@@ -299,8 +321,9 @@ class HybridCache(Cache):
         What a recording cache keeps for `crop` is not written.
 
         Raises:
-            ValueError: if the cache is empty.
+            ValueError: if the cache is empty, or a forward on it was broken off.
         """
+        self.check_whole()
         if self.get_seq_length() == 0:
             raise ValueError("the cache is empty, there is nothing to save")
         tensors = {
@@ -352,8 +375,10 @@ class HybridCache(Cache):
         the recorded span: the next one can return to here and no further.
 
         Raises:
-            ValueError: for a positive number, or more tokens than were recorded; the cache is unchanged.
+            ValueError: for a positive number, more tokens than were recorded, or a cache on which a forward was broken
+                off; the cache is unchanged.
         """
+        self.check_whole()
         # KDA layers first, in both senses: they are the ones that can refuse, and all of them recorded the same span.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, LatentCacheLayer)):
             layer.crop(tokens_to_remove)

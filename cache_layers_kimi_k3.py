@@ -14,6 +14,10 @@ from .rollback_kimi_k3 import KDAState, ProjectedInputs, Recording
 
 # A latent buffer grows by a quarter, so that appending a token does not copy the whole cache every time.
 _GROWTH, _GRANULE = 1.25, 64
+STATIC_AUTOGRAD = (
+    "a static cache is written in place, which autograd cannot follow: run under torch.no_grad(), or use "
+    "HybridCache(config) without max_length"
+)
 
 
 def _columns_to_remove(tokens_to_remove: int, length: int) -> int:
@@ -488,10 +492,7 @@ class _StaticLayer(_StateLayer):
     @staticmethod
     def _refuse_autograd(new: torch.Tensor) -> None:
         if new.requires_grad:
-            raise ValueError(
-                "a static cache is written in place, which autograd cannot follow: run under torch.no_grad(), or use "
-                "HybridCache(config) without max_length"
-            )
+            raise ValueError(STATIC_AUTOGRAD)
 
     def activate_past_recording(self) -> None:
         raise ValueError(

@@ -52,6 +52,20 @@ def one_cache(cache: Any, past_key_values: Any) -> HybridCache | None:
     return cache
 
 
+def _marking(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled forward notes on its cache what it did only when it has run, so one that fails is noted here."""
+
+    def call(**inputs: Any) -> Any:
+        try:
+            return compiled(**inputs)
+        except BaseException:
+            if (cache := inputs.get(CACHE_ARGUMENT)) is not None:
+                cache.is_whole = False
+            raise
+
+    return call
+
+
 # What `generate(cache_implementation=...)` takes.
 CACHE_IMPLEMENTATIONS = (None, "dynamic", "static", "offloaded")
 # What a step of `generate` is given beside its token, if nothing else was asked for.
@@ -73,7 +87,7 @@ class KimiK3GenerationMixin(GenerationMixin):
             return compile_config
         if compile_config is None and can_capture(self):
             return CapturedForward(self)
-        return super().get_compiled_call(compile_config)  # type: ignore[misc]  # of PreTrainedModel
+        return _marking(super().get_compiled_call(compile_config))  # type: ignore[misc]  # of PreTrainedModel
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:
         chosen = isinstance(generation_config.compile_config, CapturedSteps)
@@ -187,6 +201,8 @@ class KimiK3GenerationMixin(GenerationMixin):
     def _checked_prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
         cache, embeds = model_kwargs.get(CACHE_ARGUMENT), model_kwargs.get("inputs_embeds")
         mask, chunk = model_kwargs.get("attention_mask"), generation_config.prefill_chunk_size
+        if isinstance(cache, HybridCache):
+            cache.check_whole()
         if embeds is not None and chunk is not None:
             raise ValueError("prefill_chunk_size splits input_ids: leave it out with inputs_embeds")
         if embeds is not None and cache is not None and (held := int(cache.get_seq_length())) > 0:

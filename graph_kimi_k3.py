@@ -50,16 +50,31 @@ class Graph:
     def __init__(self, model: PreTrainedModel, inputs: dict[str, Any]):
         device = torch.get_device_module(model.device)
         self._graph = device.CUDAGraph()
+        self._caches = [x for x in inputs.values() if isinstance(x, HybridCache)]
+        self._check_whole()
         # Not the stream that torch would take, which belongs to whichever device captured first.
-        with (
-            _alone,
-            device.device(model.device),
-            device.graph(self._graph, stream=device.Stream(model.device), capture_error_mode="thread_local"),
-        ):
-            self.outputs = model(**inputs)
+        try:
+            with (
+                _alone,
+                device.device(model.device),
+                device.graph(self._graph, stream=device.Stream(model.device), capture_error_mode="thread_local"),
+            ):
+                self.outputs = model(**inputs)
+        finally:
+            for cache in self._caches:  # a capture computes nothing, nor does one that fails
+                cache.commit()
+
+    def _check_whole(self) -> None:
+        for cache in self._caches:
+            cache.check_whole()
 
     def replay(self) -> None:
+        self._check_whole()
+        for cache in self._caches:
+            cache.is_whole = False
         self._graph.replay()
+        for cache in self._caches:
+            cache.commit()
 
 
 class CapturedForward:
@@ -216,6 +231,7 @@ class DecodingStep:
         if not any([static.take(layer) for static, layer in self._pairs]):
             self.graph, self.warm = graph, warm
         self.length = cache.get_seq_length()
+        self.cache.commit()  # a forward that failed here may have left it
         if self.mask is not None and self.cache.real is not None and cache.real is not None:
             self.mask.fill_(1)
             self.mask[:, : self.length] = cache.real
@@ -234,6 +250,7 @@ class DecodingStep:
         length = self.length
         return (
             length < self.capacity
+            and cache.is_whole
             and cache.layers is self._layers
             and cache.padded == self.padded
             and all(layer.seq_length == length and layer.steps_on(static) for static, layer in self._pairs)
@@ -243,17 +260,16 @@ class DecodingStep:
         """A step as it is: the model's outputs, and why later ones must not be captured."""
         outputs, reason = watched(model, self.inputs)
         self.warm = True
-        cache.layers[0].seq_length += 1
+        cache.is_whole = False
         self._lend()
         self._stepped(cache)
         return outputs, reason
 
     def replay(self, graph: Graph, cache: HybridCache) -> None:
-        """A captured step. An interrupt inside leaves layers at different tokens, which the next forward refuses: the
-        first one counts before it, the others behind it."""
+        """A captured step. The next forward refuses a cache that an interrupt inside leaves behind."""
+        cache.is_whole = False
         if not self._lent:
             self._lend()
-        cache.layers[0].seq_length += 1
         graph.replay()
         self._stepped(cache)
 
@@ -263,13 +279,14 @@ class DecodingStep:
         self._lent = True
 
     def _stepped(self, cache: HybridCache) -> None:
-        for layer in cache.layers[1:]:
+        for layer in cache.layers:
             layer.seq_length += 1
         self.length += 1
         if self.padded and cache.real is not None:
             cache.real = F.pad(cache.real, (0, 1), value=True)
         for layer in self._recurrent:
             layer.keep_reached()
+        cache.commit()
 
 
 class _KeptSteps:
@@ -434,6 +451,7 @@ class CapturedSteps:
         """A step that stands where the cache stands; None where this call runs as it is."""
         self.close()
         cache, ids = self.cache, inputs.get("input_ids")
+        cache.check_whole()
         if ids is None or ids.shape != (cache.batch_size, 1) or inputs.get(self.name) is not cache:
             return None
         rest = {name: x for name, x in inputs.items() if name not in _TENSORS and name != self.name}

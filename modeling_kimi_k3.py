@@ -27,6 +27,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import OutputRecorder
 
 from .cache_kimi_k3 import STATIC_ATTENTION, HybridCache
+from .cache_layers_kimi_k3 import STATIC_AUTOGRAD
 from .checkpoint_kimi_k3 import (
     WISHES,
     Wishes,
@@ -328,6 +329,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         output_router_logits: bool | None = None,
         cache: HybridCache | None = None,
         context: Any = None,
+        commit: bool = True,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
         """
@@ -338,6 +340,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
             position_ids: [B, T]; the model has no positions, they only show where packed documents start.
             cache, past_key_values: two names of one argument.
             context: reaches the tokens of these rows on other processes; `context_parallel` passes it.
+            commit: whether the tokens count as fed when this returns; a model with a head behind it passes False, and
+                commits the cache itself.
             output_hidden_states: entry l is the stream that layer l reads (the mix over depth; the embedding for
                 l = 0), the last entry is the normed output.
         """
@@ -350,7 +354,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
                 "use_cache=False would ignore the tokens in the cache that was given: leave one of them out"
             )
         packing = find_packing(attention_mask, position_ids, packed_offsets(kwargs), embeds, cache)
-        cache = self._cache_to_fill(cache, packing) if use_cache else None
+        cache = self._cache_to_fill(cache, packing, embeds) if use_cache else None
         if cache is not None:
             is_linear = [layer.is_linear for layer in self.layers]
             cache.begin(embeds, attention_mask, isinstance(packing, Packing), is_linear, self.config.num_hidden_layers)
@@ -392,6 +396,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
         if "hidden_states" in collected:
             collected["hidden_states"] += (hidden_states,)
         results: dict[str, Any] = {CACHE_ARGUMENT: cache, **collected}
+        if commit and cache is not None:
+            cache.commit()
         return KimiK3ModelOutput(last_hidden_state=hidden_states, **results)
 
     def _embedded(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
@@ -405,7 +411,9 @@ class KimiK3Model(KimiK3PreTrainedModel):
             raise ValueError(f"the input has shape {tuple(entered.shape)}, expected {form} with a token at least")
         return inputs_embeds
 
-    def _cache_to_fill(self, cache: HybridCache | None, packing: Packing | StepPacking | None) -> HybridCache | None:
+    def _cache_to_fill(
+        self, cache: HybridCache | None, packing: Packing | StepPacking | None, embeds: torch.Tensor
+    ) -> HybridCache | None:
         """The caller's cache, or a new one; None where a forward cannot build one."""
         packed = packing is not None and packing.documents is not None
         if packed and cache is not None:
@@ -423,6 +431,10 @@ class KimiK3Model(KimiK3PreTrainedModel):
                 f"attn_implementation={self.config._attn_implementation!r} cannot read the part of a static cache "
                 "that is filled: use 'sdpa' with it"
             )
+        if cache is not None and cache.is_compileable and torch.is_grad_enabled():
+            weights = self.layers[0].self_attn.parameters()
+            if embeds.requires_grad or any(weight.requires_grad for weight in weights):
+                raise ValueError(STATIC_AUTOGRAD)  # as a layer would, after others were fed
         return HybridCache(self.config) if cache is None and not packed else cache
 
     def _attention_mask(
@@ -553,6 +565,7 @@ class KimiK3ForCausalLM(_WithHead):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cache: HybridCache | None = None,
+        commit: bool = True,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
         """
@@ -571,6 +584,7 @@ class KimiK3ForCausalLM(_WithHead):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cache=cache,
+            commit=False,
             **kwargs,
         )
         logits: torch.Tensor | None = None
@@ -586,6 +600,8 @@ class KimiK3ForCausalLM(_WithHead):
             raise FloatingPointError("not finite any more after lm_head")
         if labels is not None and loss is None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if commit and outputs.cache is not None:
+            outputs.cache.commit()
         return KimiK3CausalLMOutput(
             loss=loss,
             logits=logits,
@@ -627,12 +643,15 @@ class KimiK3ForConditionalGeneration(_WithHead):
 
     @can_return_tuple
     @functools.wraps(KimiK3ForCausalLM.forward, assigned=())
-    def forward(self, *args: Any, **kwargs: Any) -> MoeCausalLMOutputWithPast:
+    def forward(self, *args: Any, commit: bool = True, **kwargs: Any) -> MoeCausalLMOutputWithPast:
         """Arguments and result of `KimiK3ForCausalLM.forward`; image arguments raise NotImplementedError."""
         for name in self._image_arguments:
             if kwargs.pop(name, None) is not None:
                 raise NotImplementedError(f"{name}: image input is not implemented yet, this model reads text only")
-        return self.language_model(*args, **kwargs)
+        outputs = self.language_model(*args, commit=False, return_dict=True, **kwargs)
+        if commit and outputs.cache is not None:
+            outputs.cache.commit()
+        return outputs
 
 
 # By model type too, as lm-eval asks the list.

@@ -37,11 +37,12 @@ TEXT_RUNS = "training/test_text_training.py"
 RECIPE = "recipes/test_small.py"
 CUT_ROWS = "parallel/test_context_parallel.py"
 TENSOR_PARALLEL = "parallel/test_tensor_parallel.py"
+BROKEN_OFF = "cache/test_broken_off.py"
 
 TESTS = {
     "__init__.py": ("project/test_imports.py", CONFIGURATION, "model/test_remote_code.py"),
     "__main__.py": ("project/test_imports.py", CLI),
-    "cache_kimi_k3.py": (SNAPSHOTS, GENERATION, STATIC, ROLLBACK, "model/test_devices.py", MATRIX),
+    "cache_kimi_k3.py": (SNAPSHOTS, BROKEN_OFF, GENERATION, STATIC, ROLLBACK, "model/test_devices.py", MATRIX),
     "cache_layers_kimi_k3.py": (
         SNAPSHOTS, GENERATION, CAPTURED, STATIC, "model/test_devices.py", ROLLBACK, CONTRACT, MATRIX,
     ),
@@ -50,7 +51,9 @@ TESTS = {
         "model/test_remote_code.py",
     ),
     "configuration_kimi_k3.py": (
-        CONFIGURATION, INITIALISATION, "common_suite/run.py", CHECKPOINT, "ecosystem/test_doors.py", DOOR, "model/test_quantizers.py"),
+        CONFIGURATION, INITIALISATION, "common_suite/run.py", CHECKPOINT, "ecosystem/test_doors.py", DOOR,
+        "model/test_quantizers.py",
+    ),
     "distributed_kimi_k3.py": (TENSOR_PARALLEL, "model/test_devices.py"),
     "files_kimi_k3.py": ("project/test_files.py", TEXT_RUNS),
     "generation_kimi_k3.py": (CAPTURED, GENERATION, ROLLBACK, STATIC, MATRIX),
@@ -62,10 +65,12 @@ TESTS = {
     ),
     "modeling_kimi_k3.py": (
         EQUATIONS, GOLDEN, CONTRACT, GENERATION, "cache/test_long_generation.py", CHECKPOINT, INITIALISATION,
-        "operations/test_cross_entropy.py", "training/test_training.py", "model/test_remote_code.py",
-        TENSOR_PARALLEL, "ecosystem/test_doors.py", "ecosystem/test_trl_references.py",
+        "operations/test_cross_entropy.py", "training/test_training.py", "model/test_remote_code.py", TENSOR_PARALLEL,
+        "ecosystem/test_doors.py", "ecosystem/test_trl_references.py", BROKEN_OFF,
     ),
-    "packing_kimi_k3.py": (CONTRACT, "model/test_attention_implementations.py", "training/test_training.py", SNAPSHOTS),
+    "packing_kimi_k3.py": (
+        CONTRACT, "model/test_attention_implementations.py", "training/test_training.py", SNAPSHOTS,
+    ),
     "remote_code_kimi_k3.py": ("model/test_remote_code.py", CONVERSION),
     "rollback_kimi_k3.py": (ROLLBACK, SNAPSHOTS, PREFIX),
     "vision_kimi_k3.py": (CHECKPOINT, CONVERSION, INITIALISATION),
@@ -194,9 +199,9 @@ QUICK = {
     INCOMPLETE: "path|changed|every_tensor.*dequantize",
     OPS: "",
     KDA: "(softplus|bound).*float|near",
-    KDA_TRITON: "near-zero|the-bound|narrow|steep|sequence|near_parallel|depends|unwritten|boundaries|several"
-    "|-[26]]|6-32|in_place|step_with|a_part|ragged|step_of_many",
-    "operations/test_attn_res_triton.py": r"float32-9-|not_compile",
+    KDA_TRITON: "near-zero|the-bound|narrow|steep|sequence|near_parallel|depends|unwritten|boundaries|several|-[26]]"
+    "|6-32|in_place|step_with|a_part|ragged|step_of_many",
+    "operations/test_attn_res_triton.py": "float32-9-|not_compile",
     "operations/test_cross_entropy.py": "trainer|sum|all_logits",
     "operations/test_dispatch.py": "",
     "operations/test_expert_rows_triton.py": "three-bl",
@@ -205,10 +210,10 @@ QUICK = {
     "operations/test_mla_decode_triton.py": r"-(5-2|64-0|2-1)]|form\[float32-3|read\[3|the_model",
     "operations/test_norms_triton.py": "",
     "operations/test_router_triton.py": "not_compile",
-    "operations/test_situ_triton.py": r"-(0.3|60.0|0.0001)]",
+    "operations/test_situ_triton.py": "-(0.3|60.0|0.0001)]",
     "training/test_balancing.py": "fifty|two_processes|skewed_router|trainer",
-    "training/test_lora.py": "learn|not_finite|each_row|fresh|merging_into|export|no_tensor|without|two_adapters"
-    "|combination|mixed|dropout",
+    "training/test_lora.py": "learn|not_finite|each_row|fresh|merging_into|export|no_tensor|without|two_adapters|combination|mixed"
+    "|dropout",
     "training/test_muon.py": "trainer|qk_clip_measures",
     "training/test_qat.py": "training_lowers",
     TEXT_RUNS: "run|settings|killed|loses_no_state|saved_model",

@@ -1,0 +1,180 @@
+"""Forwards that fail, anywhere: the cache takes no other until it is restored or reset, and is right from then on."""
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiny
+from kimi_k3 import CACHE_ARGUMENT as CACHE
+from kimi_k3 import HybridCache, KimiK3Config, KimiK3ForConditionalGeneration, generation_kimi_k3
+from rounding import EXACT
+
+LAYERS = "kmk"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model(LAYERS).double()
+
+
+def tokens(length, seed=0):
+    return torch.randint(3, tiny.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Broken(Exception):
+    """What fails in these tests."""
+
+
+def stop(*args, **kwargs):
+    raise Broken
+
+
+@contextlib.contextmanager
+def failing(module, behind):
+    """Inside, a forward fails where it comes to a module, or behind it."""
+    hook = module.register_forward_hook(stop) if behind else module.register_forward_pre_hook(stop)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def places(model):
+    """Before and behind every module; behind the model itself the forward has returned."""
+    modules = dict(model.named_modules())
+    return [(name, modules[name], behind) for name in modules for behind in (False, True) if name or not behind]
+
+
+@pytest.mark.parametrize("max_length", [None, 20], ids=["growing", "static"])
+@torch.no_grad()
+def test_a_forward_that_failed_anywhere_is_not_repeated_on_its_cache(model, max_length):
+    """In the head too, when every layer has the tokens: fed again, they would count twice."""
+    ids, new, cache = tokens(7), tokens(3, 1), HybridCache(model.config, max_length=max_length)
+    model(ids, **{CACHE: cache})
+    snapshot = cache.snapshot()
+    right = model(new, **{CACHE: cache}).logits
+    repeated, refused = set(), set()
+    for name, part, behind in places(model):
+        cache.restore(snapshot)
+        with contextlib.suppress(Broken):
+            with failing(part, behind):
+                model(new, **{CACHE: cache})
+            continue  # its parameters are read, itself is not called
+        try:
+            assert torch.equal(model(new, **{CACHE: cache}).logits, right)
+            repeated.add(name)
+        except ValueError as error:
+            assert "broken off" in str(error) and "cache.reset()" in str(error)
+            refused.add(name)
+    assert repeated == {"", "model", "model.embed_tokens"}  # nothing was fed yet
+    assert {"model", "model.norm", "model.layers.0.input_layernorm", "lm_head"} <= refused and len(refused) > 30
+    for refusal in (cache.snapshot, lambda: cache.crop(0), lambda: cache.save("nowhere", model)):
+        with pytest.raises(ValueError, match="broken off"):
+            refusal()
+    with pytest.raises(ValueError, match="broken off"):
+        model.generate(torch.cat([ids, new], dim=1), max_new_tokens=2, **{CACHE: cache})
+    cache.restore(snapshot)
+    assert torch.equal(model(new, **{CACHE: cache}).logits, right)
+    with pytest.raises(Broken), failing(model.lm_head, True):
+        model(new, **{CACHE: cache})
+    cache.reset()
+    model(ids, **{CACHE: cache})
+    assert torch.equal(model(new, **{CACHE: cache}).logits, right)
+
+
+@torch.no_grad()
+def test_the_outermost_forward_is_the_one_that_counts(model):
+    """The backbone alone, a model around the head, and whoever has a head of its own."""
+    ids, backbone, cache = tokens(4), model.model, HybridCache(model.config)
+    backbone(ids, **{CACHE: cache})
+    backbone(ids, commit=False, **{CACHE: cache})
+    with pytest.raises(ValueError, match="broken off"):
+        backbone(ids, **{CACHE: cache})
+    cache.commit()
+    hidden = backbone(ids, **{CACHE: cache}).last_hidden_state
+    torch.testing.assert_close(hidden, backbone(ids.repeat(1, 3)).last_hidden_state[:, 8:], **EXACT)
+
+    whole = KimiK3ForConditionalGeneration(KimiK3Config(text_config=model.config, vision_config=None)).eval()
+    cache = HybridCache(whole.config)
+    for part, behind in ((whole.language_model.lm_head, False), (whole.language_model, True)):
+        with pytest.raises(Broken), failing(part, behind):
+            whole(ids, **{CACHE: cache})
+        with pytest.raises(ValueError, match="broken off"):
+            whole(ids, **{CACHE: cache})
+        cache.reset()
+        whole(ids, **{CACHE: cache})
+        assert isinstance(whole(ids, return_dict=False, **{CACHE: cache}), tuple)  # a second one on it
+
+
+def test_a_compiled_forward_that_fails_is_noted(model):
+    """It notes on the cache what it did only when it has run."""
+    cache = HybridCache(model.config, max_length=9)
+    with pytest.raises(Broken):
+        generation_kimi_k3._marking(stop)(**{CACHE: cache})
+    with pytest.raises(ValueError, match="broken off"):
+        model(tokens(2), **{CACHE: cache})
+
+
+PLACES = [(name, behind) for name, _, behind in places(tiny.model(LAYERS))]
+STEPS = st.one_of(
+    st.tuples(st.just("feed"), st.integers(1, 5)),
+    st.tuples(st.just("fail"), st.integers(0, len(PLACES) - 1), st.integers(1, 5)),
+    st.tuples(st.sampled_from(["snapshot", "restore", "reset", "generate"]), st.just(0)),
+    st.tuples(st.just("crop"), st.integers(0, 4)),
+)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(steps=st.lists(STEPS, min_size=6, max_size=14))
+@torch.no_grad()
+def test_random_failures_leave_a_right_cache_or_a_refusal(model, steps):
+    """A plain list of what was fed goes along; whatever the cache answers is what that text alone gives."""
+    cache, text, broken, seed = HybridCache(model.config), [], False, 0
+    cache.activate_past_recording()
+    kept = None
+    for kind, *numbers in steps:
+        seed += 1
+        new = tokens(numbers[-1] or 2, seed)
+        with pytest.raises(ValueError, match="broken off") if broken and kind not in (
+            "fail", "restore", "reset"
+        ) else contextlib.nullcontext():  # fmt: skip
+            if kind == "feed":
+                got = model(new, **{CACHE: cache}).logits
+                text += new[0].tolist()
+                torch.testing.assert_close(got, model(torch.tensor([text])).logits[:, -new.shape[1] :], **EXACT)
+            elif kind == "generate":
+                ids = torch.tensor([[*text, *new[0].tolist()]])
+                out = model.generate(ids, max_new_tokens=2, do_sample=False, **{CACHE: cache})
+                assert torch.equal(out, model.generate(ids, max_new_tokens=2, do_sample=False))
+                text = out[0, : int(cache.get_seq_length())].tolist()
+            elif kind == "snapshot":
+                kept = cache.snapshot(), list(text)
+            elif kind == "crop":
+                recorded = cache.layers[0].recording.columns
+                count = min(numbers[0], recorded, len(text))
+                cache.crop(-count)
+                text = text[: len(text) - count]
+        if kind == "fail":
+            name, behind = PLACES[numbers[0]]
+            try:
+                with failing(model.get_submodule(name), behind):
+                    model(new, **{CACHE: cache})
+            except Broken:
+                broken = broken or not cache.is_whole
+                continue
+            except ValueError:
+                assert broken
+                continue
+            text += new[0].tolist()  # a module that is not called
+        elif kind == "reset" or (kind == "restore" and kept is not None):
+            broken = False
+            if kind == "reset":
+                cache.reset()
+                text = []
+            else:
+                cache.restore(kept[0])
+                text = list(kept[1])
+        assert broken or int(cache.get_seq_length()) == len(text)
