@@ -10,51 +10,21 @@ inputs since then, a few KB a token, and rebuilds the state from the tokens that
 """
 
 import copy
-import hashlib
-import json
 import os
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import Cache, PreTrainedModel
 
 from .cache_layers_kimi_k3 import KDACacheLayer, LatentCacheLayer, StaticKDACacheLayer, StaticLatentCacheLayer
-
-_NOT_COMPUTATION = (
-    "transformers_version", "_name_or_path", "auto_map", "architectures", "dtype", "use_cache", "return_dict",
-    "output_hidden_states", "output_attentions", "output_router_logits", "id2label", "label2id", "problem_type",
-    "chunk_size_feed_forward",
-)  # fmt: skip
-
-
-def model_fingerprint(model: PreTrainedModel) -> str:
-    """Hex digest of what makes states comparable: the config's computation and the backbone's parameters.
-
-    Of each parameter a sample and the sum of its bytes; weights that are offloaded count by name and shape only.
-    """
-    settings = model.config.get_text_config(decoder=True).to_dict()
-    for key in _NOT_COMPUTATION:
-        settings.pop(key, None)
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    text_model = getattr(model, "language_model", model)
-    backbone = getattr(text_model, "model", text_model)
-    for name, tensor in sorted(backbone.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        if not tensor.is_meta:
-            tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this process's part
-            flat = tensor.detach().contiguous().flatten()
-            sample = flat[:: max(flat.numel() // 64, 1)].to("cpu", torch.float64)
-            total = flat.view(torch.uint8).sum(dtype=torch.int64).item()  # of integers: the same on every machine
-            digest.update(sample.numpy().tobytes() + str(total).encode())
-    return digest.hexdigest()
-
+from .files_kimi_k3 import load_tensors, save_tensors
+from .fingerprint_kimi_k3 import model_fingerprint
 
 # Attention implementations that can read the filled part of a buffer.
 STATIC_ATTENTION = ("eager", "sdpa")
 _ONE_STATE = "a static cache keeps one state: use HybridCache(config) without max_length"
+_FORMAT = "kimi-k3 HybridCache 3"
 _BROKEN_OFF = (
     "a forward on this cache was broken off, so nobody knows which of its tokens were fed: restore a snapshot, or "
     "start over with cache.reset()"
@@ -316,7 +286,7 @@ class HybridCache(Cache):
         return self
 
     def save(self, path: str | os.PathLike, model: PreTrainedModel) -> None:
-        """Write the cache as one safetensors file with its token boundary and the model's fingerprint.
+        """Write the cache as one safetensors file with its token boundary, the model's fingerprint and a checksum.
 
         What a recording cache keeps for `crop` is not written.
 
@@ -334,12 +304,8 @@ class HybridCache(Cache):
         tokens = int(self.get_seq_length())
         if self.real is not None and not (real := self.real[:, :tokens]).all():
             tensors["real"] = real.contiguous()
-        metadata = {
-            "format": "kimi-k3 HybridCache 2",
-            "tokens": str(tokens),
-            "fingerprint": model_fingerprint(model),
-        }
-        save_file(tensors, path, metadata=metadata)
+        metadata = {"format": _FORMAT, "tokens": str(tokens), "fingerprint": model_fingerprint(model)}
+        save_tensors(tensors, path, metadata)
 
     @classmethod
     def load(
@@ -351,21 +317,20 @@ class HybridCache(Cache):
             device: where the tensors go; None puts all of them on the model's device.
 
         Raises:
-            ValueError: for a file of another kind or of another model.
+            ValueError: for a file of another kind or of another model, and one that was damaged.
         """
+        metadata, tensors = load_tensors(path)
+        if metadata.get("format") != _FORMAT:
+            raise ValueError(f"{path} is not a saved HybridCache of this version")
+        if metadata["fingerprint"] != model_fingerprint(model):
+            raise ValueError(f"{path} was saved with another model: its states mean nothing to this one")
         device = next(model.parameters()).device if device is None else device
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != "kimi-k3 HybridCache 2":
-                raise ValueError(f"{path} is not a saved HybridCache")
-            if metadata["fingerprint"] != model_fingerprint(model):
-                raise ValueError(f"{path} was saved with another model: its states mean nothing to this one")
-            cache = cls(model.config)
-            cache.real = file.get_tensor("real") if "real" in file.keys() else None
-            cache.padded = cache.real is not None
-            for i, layer in enumerate(cache.layers):
-                tensors = [file.get_tensor(f"layers.{i}.{name}") for name in layer.tensor_names]
-                layer.load(tensors, int(metadata["tokens"]))
+        cache = cls(model.config)
+        cache.real = tensors["real"].to(device) if "real" in tensors else None
+        cache.padded = cache.real is not None
+        for i, layer in enumerate(cache.layers):
+            state = [tensors[f"layers.{i}.{name}"].to(device) for name in layer.tensor_names]
+            layer.load(state, int(metadata["tokens"]))
         return cache
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -17,6 +17,7 @@ CODE_FILES = tuple(
         "configuration",
         "distributed",
         "files",
+        "fingerprint",
         "generation",
         "graph",
         "kernels",

@@ -5,12 +5,11 @@ share is read once; each question then continues from a copy of the cache.
 """
 
 import copy
-import hashlib
 
 import torch
 
 from .. import CACHE_ARGUMENT, HybridCache
-from ..cache_kimi_k3 import model_fingerprint
+from ..fingerprint_kimi_k3 import model_fingerprint
 from .memory import PeakMemory
 from .sizing import EvalError, Prompt, Tokens
 from .suite import Task, answer_room
@@ -80,11 +79,7 @@ class ModelReader:
 
     def fingerprint(self) -> str:
         """Hex digest of the weights, the output layer and the computation that the config names."""
-        digest = hashlib.sha256(model_fingerprint(self.model).encode())
-        head = self.model.get_output_embeddings()
-        if head is not None:
-            digest.update(head.weight.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
-        return digest.hexdigest()
+        return model_fingerprint(self.model, with_head=True)
 
     def units_at_once(self, length: int, questions: int) -> int:
         """How many texts of `length` tokens, with `questions` questions each, go into one call of `answers`."""

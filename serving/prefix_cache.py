@@ -31,9 +31,10 @@ from pathlib import Path
 import numpy
 import torch
 
-from ..cache_kimi_k3 import HybridCache, model_fingerprint
+from ..cache_kimi_k3 import HybridCache
 from ..cache_layers_kimi_k3 import LatentCacheLayer
 from ..costs.formulas import ModelCost, text_cost
+from ..fingerprint_kimi_k3 import model_fingerprint
 from ..modeling_kimi_k3 import CACHE_ARGUMENT
 from .prefix_index import PrefixIndex, Segment, chained, token_bytes
 from .tiers import Behind, DiskTier, Entry, MemoryTier, PartId, Tensors, Tier, recorded

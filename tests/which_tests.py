@@ -42,7 +42,10 @@ BROKEN_OFF = "cache/test_broken_off.py"
 TESTS = {
     "__init__.py": ("project/test_imports.py", CONFIGURATION, "model/test_remote_code.py"),
     "__main__.py": ("project/test_imports.py", CLI),
-    "cache_kimi_k3.py": (SNAPSHOTS, BROKEN_OFF, GENERATION, STATIC, ROLLBACK, "model/test_devices.py", MATRIX),
+    "cache_kimi_k3.py": (
+        SNAPSHOTS, BROKEN_OFF, GENERATION, STATIC, ROLLBACK, "model/test_devices.py", "cache/test_damaged_cache.py",
+        MATRIX,
+    ),
     "cache_layers_kimi_k3.py": (
         SNAPSHOTS, GENERATION, CAPTURED, STATIC, "model/test_devices.py", ROLLBACK, CONTRACT, MATRIX,
     ),
@@ -55,7 +58,8 @@ TESTS = {
         "model/test_quantizers.py",
     ),
     "distributed_kimi_k3.py": (TENSOR_PARALLEL, "model/test_devices.py"),
-    "files_kimi_k3.py": ("project/test_files.py", TEXT_RUNS),
+    "files_kimi_k3.py": ("project/test_files.py", "cache/test_damaged_cache.py", TEXT_RUNS),
+    "fingerprint_kimi_k3.py": ("cache/test_fingerprint.py", SNAPSHOTS, PREFIX),
     "generation_kimi_k3.py": (CAPTURED, GENERATION, ROLLBACK, STATIC, MATRIX),
     "graph_kimi_k3.py": (CAPTURED, "cache/test_graph.py", STATIC),
     "kernels_kimi_k3.py": ("project/test_imports.py", GOLDEN, "model/test_remote_code.py"),
