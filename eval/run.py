@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import os
 import platform
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,9 +23,12 @@ import transformers
 from tqdm import tqdm
 
 from .. import __version__
+from ..files_kimi_k3 import DamagedFile, load_record, save_record, sealed, unsealed, written_whole
 from .haystack import Haystack
 from .sizing import EvalError, Prompt, Tokens
 from .suite import TASKS, Unit
+
+logger = logging.getLogger(__name__)
 
 RESULTS = "results.jsonl"
 SUITE = 1  # raised when the prompts of a seed change
@@ -119,21 +123,28 @@ class Results:
                 os.truncate(file, len(whole))
         except OSError as error:
             raise EvalError(f"{file.parent} cannot be written: {error.strerror}") from error
-        try:
-            self.lines = [json.loads(line) for line in whole.splitlines()]
-            self.done = {self.key(line) for line in self.lines}
-        except (ValueError, LookupError, TypeError) as error:
-            raise EvalError(f"{file} is not a file of results: {error!r}") from error
+        written, self.lines, kept = whole.split(b"\n")[:-1], [], []
+        for line in written:
+            with contextlib.suppress(ValueError):
+                self.lines.append(unsealed(json.loads(line)))
+                kept.append(line + b"\n")
+        if written and not kept:
+            raise EvalError(f"{file} is not a file of results of this version: choose a new folder")
         for line in self.lines:
             other = [f"{name} {line.get(name)}" for name in identity if line.get(name) != identity[name]]
             if other:
                 raise EvalError(f"{file.parent} holds results of another run ({', '.join(other)}): choose a new folder")
+        if len(kept) < len(written):
+            logger.warning("%s: %d damaged lines are taken out and asked again", file, len(written) - len(kept))
+            with written_whole(file) as aside:
+                aside.write_bytes(b"".join(kept))
+        self.done = {self.key(line) for line in self.lines}
 
     def key(self, line: dict) -> tuple:
         return tuple(line[name] for name in self._key)
 
     def append(self, lines: list[dict]) -> None:
-        """Write lines at once and to the disk, each with the identity.
+        """Write lines at once and to the disk, each with the identity and a checksum.
 
         Raises:
             EvalError: if they cannot be written, to a full disk for example.
@@ -141,7 +152,7 @@ class Results:
         lines = [{**line, **self.identity} for line in lines]
         try:
             with self.file.open("ab") as file:
-                file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+                file.write("".join(json.dumps(sealed(line)) + "\n" for line in lines).encode())
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -170,13 +181,15 @@ def touch(file: Path) -> None:
 def write_memory(folder: Path, memory: dict[int, dict]) -> dict[str, dict]:
     """Add what `ModelReader.memory` measured to `memory.json`, and return all lengths of the folder in their order."""
     file = folder / "memory.json"
-    known = json.loads(file.read_text()) if file.exists() else {}
+    known = {}
+    try:
+        known = load_record(file) if file.exists() else {}
+    except DamagedFile as error:
+        logger.warning("%s: what earlier runs measured is left out", error)
     known |= {str(length): line for length, line in memory.items()}
     known = dict(sorted(known.items(), key=lambda item: int(item[0])))
     if known:
-        aside = file.with_suffix(".writing")
-        aside.write_text(json.dumps(known, indent=1) + "\n")
-        os.replace(aside, file)
+        save_record(known, file)
     return known
 
 

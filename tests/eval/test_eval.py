@@ -4,6 +4,7 @@ import base64
 import contextlib
 import http.server
 import json
+import random
 import re
 import shutil
 import threading
@@ -39,6 +40,7 @@ from kimi_k3.eval import (
 )
 from kimi_k3.eval.reader import rows_at_once
 from kimi_k3.eval.suite import Unit, answer_room
+from kimi_k3.files_kimi_k3 import unsealed
 from waiting import PATIENCE
 
 SMALL = Path(kimi_k3.__file__).parent / "checkpoints" / "small"
@@ -243,7 +245,24 @@ def test_a_kill_in_the_middle_of_a_line_or_of_a_text(share, uninterrupted, tmp_p
     (tmp_path / "results.jsonl").write_bytes(whole[: int(share * len(whole))])
     lines = evaluate(Oracle(), LETTERS, NOISE, PLAN, tmp_path)
     assert results(tmp_path) == whole
-    assert lines == [json.loads(line) for line in whole.splitlines()]
+    assert lines == [unsealed(json.loads(line)) for line in whole.splitlines()]
+
+
+@pytest.mark.one_release
+def test_damaged_results_are_asked_again(uninterrupted, tmp_path, caplog):
+    """A random byte of every few lines: the right lines stay, no wrong one is believed."""
+    lines, draw = results(uninterrupted).splitlines(keepends=True), random.Random(0)
+    hit = draw.sample(range(len(lines)), 9)
+    damaged = [bytearray(line) for line in lines]
+    for number in hit:
+        damaged[number][draw.randrange(len(lines[number]) - 1)] ^= 1 << draw.randrange(7)
+    (tmp_path / "results.jsonl").write_bytes(b"".join(damaged))
+    with pytest.raises(EvalError, match="holds results of another run"):
+        evaluate(Oracle("another"), LETTERS, NOISE, PLAN, tmp_path)
+    assert results(tmp_path) == b"".join(damaged)
+    evaluate(Oracle(), LETTERS, NOISE, PLAN, tmp_path)
+    assert sorted(results(tmp_path).splitlines(keepends=True)) == sorted(lines)
+    assert "results.jsonl: 9 damaged lines are taken out and asked again" in caplog.text
 
 
 def test_a_full_disk_keeps_what_was_answered(uninterrupted, tmp_path):

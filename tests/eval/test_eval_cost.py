@@ -11,6 +11,7 @@ from kimi_k3.eval import EvalError
 from kimi_k3.eval.cost import FULL, HYBRID, CostPlan, _static, full_attention, measure, random_model
 from kimi_k3.eval.memory import PeakMemory
 from kimi_k3.eval.run import write_memory
+from kimi_k3.files_kimi_k3 import load_record
 
 pytestmark = pytest.mark.one_release
 
@@ -82,12 +83,14 @@ def test_the_peak_is_compared_with_what_a_prefill_has_to_hold(monkeypatch):
     assert memory.line(30) == line
 
 
-def test_memory_is_kept_by_length(tmp_path):
+def test_memory_is_kept_by_length(tmp_path, caplog):
     assert write_memory(tmp_path, {}) == {} and not list(tmp_path.iterdir())
     write_memory(tmp_path, {4096: {"peak_ratio": 1.5}, 65536: {"peak_ratio": 1.2}})
     known = write_memory(tmp_path, {8192: {"peak_ratio": 1.1}, 4096: {"peak_ratio": 1.0}})
     assert list(known) == ["4096", "8192", "65536"] and known["4096"] == {"peak_ratio": 1.0}
-    assert json.loads((tmp_path / "memory.json").read_text()) == known
+    assert load_record(tmp_path / "memory.json") == known
+    (tmp_path / "memory.json").write_text((tmp_path / "memory.json").read_text().replace("1.1", "1.3"))
+    assert write_memory(tmp_path, {}) == {} and "memory.json is damaged: what earlier runs measured" in caplog.text
 
 
 def test_the_command_draws(folder, tmp_path, capsys):
