@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from ..files_kimi_k3 import DamagedFile, file_digest, load_record, save_record, sync
 from .plan import Plan, Shard, Target, make_plan
 from .source import INDEX, Checkpoint, ConversionError, open_checkpoint
 from .steps import carry_out
 
 logger = logging.getLogger(__name__)
+
 REPORT = "rounding.json"
 # Never copied beside the new weights: what the conversion writes itself, and weights in any form.
 _NOT_SIDE_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -73,7 +75,7 @@ def convert(
     files = work / "files"
     files.mkdir(parents=True, exist_ok=True)
     with _only_one(work):
-        _write_text(work / "state.json", json.dumps(state))
+        save_record(state, work / "state.json")
         unusable: list[str] = []
         bar = tqdm(total=plan.total_size, unit="B", unit_scale=True, disable=not progress)
         with bar, _pool(workers) as pool:
@@ -134,13 +136,14 @@ def _digest(plan: Plan) -> tuple[str, int]:
 
 def _check_resumable(work, state):
     if not (work / "state.json").is_file():
-        if work.exists() and {path.name for path in work.iterdir()} - {"files", "lock", "state.json.tmp"}:
+        names = {path.name for path in work.iterdir()} if work.exists() else set()
+        if any(name not in ("files", "lock") and not name.endswith(".writing") for name in names):
             raise ConversionError(f"{work} is not the work of a conversion: move it away")
         return
     try:
-        before = json.loads((work / "state.json").read_text())
-    except ValueError:
-        before = {}
+        before = load_record(work / "state.json")
+    except DamagedFile as error:
+        raise ConversionError(f"{error}, and what was to be converted is not known: delete {work}") from error
     for part, meaning in (("options", "other options"), ("source", "other source files"), ("target", "another plan")):
         if before.get(part) != state[part]:
             raise ConversionError(
@@ -194,11 +197,12 @@ def _write_shard(shard: Shard, files: Path, pool: ThreadPoolExecutor, bar, unusa
     path = files / shard.name
     head, begins = shard.layout()
     size = len(head) + shard.nbytes
+    done = files.parent / f"{shard.name}.done"
     if path.is_file():
-        if path.stat().st_size != size:
-            raise ConversionError(f"{path} is not the {size:,} bytes that were written: delete {files.parent}")
-        bar.update(shard.nbytes)
-        return
+        if _is_finished(path, done):
+            bar.update(shard.nbytes)
+            return
+        logger.warning("%s was damaged and is written again", path)
     unfinished = path.with_suffix(".tmp")
     rounding = {}
     with unfinished.open("wb") as file:
@@ -219,10 +223,17 @@ def _write_shard(shard: Shard, files: Path, pool: ThreadPoolExecutor, bar, unusa
                 job.cancel()
             wait(jobs)
         os.fsync(descriptor)
-    if rounding:
-        _write_text(files.parent / f"{shard.name}.rounding", json.dumps(rounding))
+    save_record({"digest": file_digest(unfinished), "rounding": rounding}, done)
     unfinished.replace(path)
-    _sync(files)
+    sync(files)
+
+
+def _is_finished(path: Path, done: Path) -> bool:
+    """Whether a shard is what was written, by the digest that was kept beside it."""
+    try:
+        return load_record(done)["digest"] == file_digest(path)
+    except (OSError, DamagedFile):
+        return False
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
@@ -266,12 +277,12 @@ def _finish(checkpoint, plan, side_files, files):
     for path in side_files:
         (files / path).parent.mkdir(exist_ok=True)
         shutil.copyfile(checkpoint.folder / path, files / path)
-        _sync(files / path)
+        sync(files / path)
     if plan.config is not None:
         _write_text(files / "config.json", json.dumps(plan.config, indent=2, sort_keys=True) + "\n")
-    reports = sorted(files.parent.glob("*.rounding"))
-    if reports:
-        rounding = {name: report for path in reports for name, report in json.loads(path.read_text()).items()}
+    finished = map(load_record, sorted(files.parent.glob("*.done")))
+    rounding = {name: report for shard in finished for name, report in shard["rounding"].items()}
+    if rounding:
         _write_text(files / REPORT, json.dumps(rounding, indent=1) + "\n")
     if len(plan.shards) > 1:
         _write_text(files / INDEX, json.dumps(plan.index(), indent=2) + "\n")
@@ -281,11 +292,11 @@ def _put_in_place(work, destination, overwrite):
     """One rename makes the folder. The next call deals with what a kill between any two lines leaves behind."""
     _check_replaceable(destination, overwrite)  # again: it may have been made in the meantime
     files = work / "files"
-    _sync(files)
+    sync(files)
     if destination.exists():
         destination.replace(work / "replaced")
     files.replace(destination)
-    _sync(destination.parent)
+    sync(destination.parent)
     _tidy(work)
 
 
@@ -293,7 +304,7 @@ def _tidy(work):
     """Remove the work folder; the state goes last, since it tells the next call that everything is done."""
     if (work / "replaced").exists():
         shutil.rmtree(work / "replaced")
-    for path in [*work.glob("*.rounding"), work / "lock", work / "state.json"]:
+    for path in [*work.glob("*.done"), *work.glob("*.writing"), work / "lock", work / "state.json"]:
         path.unlink(missing_ok=True)
     work.rmdir()
 
@@ -302,14 +313,5 @@ def _write_text(path: Path, text: str) -> None:
     """Whole or not at all."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(text, encoding="utf-8")
-    _sync(unfinished)
+    sync(unfinished)
     unfinished.replace(path)
-
-
-def _sync(path: Path) -> None:
-    """Return only when a file's content, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -86,7 +86,7 @@ TESTS = {
     "conversion/commands.py": (CONVERSION, RESUME),
     "conversion/inventory.py": (CONVERSION, RESUME),
     "conversion/plan.py": (CONVERSION, RESUME, "conversion/test_gguf.py"),
-    "conversion/run.py": (RESUME, CONVERSION),
+    "conversion/run.py": ("conversion/test_damaged_work.py", RESUME, CONVERSION),
     "conversion/source.py": (CONVERSION, DOOR, RESUME),
     "conversion/steps.py": (CONVERSION, RESUME),
     "conversion/verify.py": (CONVERSION, RESUME),
