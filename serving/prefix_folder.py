@@ -3,12 +3,13 @@
 import contextlib
 import fcntl
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors.torch import load
 
-from .tiers import SUFFIX, checksum, part_of
+from .tiers import SUFFIX, checksum, open_part, open_private, part_of, read_header
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 
@@ -33,9 +34,9 @@ def namespaces(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
-    foreign = [entry.name for entry in folder.iterdir() if not (entry.is_dir() and _NAMESPACE.fullmatch(entry.name))]
-    if foreign:
-        raise ValueError(f"{folder} is not a folder of prefixes: it holds {foreign[0]}")
+    for entry in folder.iterdir():
+        if entry.is_symlink() or not (entry.is_dir() and _NAMESPACE.fullmatch(entry.name)):
+            raise ValueError(f"{folder} is not a folder of prefixes: it holds {entry.name}")
     return sorted(folder.iterdir())
 
 
@@ -47,13 +48,16 @@ def inspect(folder: Path, check: bool = False) -> list[ModelFiles]:
         for file in sorted(place.glob("*" + SUFFIX)):
             try:
                 key, kind = part_of(file.name)
-                size = file.stat().st_size
-                with safe_open(file, framework="pt") as opened:
-                    metadata = opened.metadata()
-                    tokens = opened.get_slice("tokens").get_shape()[0] if kind == "latents" else 0
+                with open_part(file) as opened:
+                    header = read_header(opened)
+                    metadata = header.pop("__metadata__")
+                    size = opened.tell() + max(tensor["data_offsets"][1] for tensor in header.values())
+                    tokens = header["tokens"]["shape"][0] if kind == "latents" else 0
+                    if size != file.stat().st_size:
+                        raise ValueError("a part of it is missing")
                     if check:
-                        tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-                        if metadata["checksum"] != checksum(key, kind, tensors):
+                        opened.seek(0)
+                        if metadata["checksum"] != checksum(key, kind, load(opened.read())):
                             raise ValueError("its checksum is wrong")
             except FileNotFoundError:  # evicted meanwhile
                 continue
@@ -72,12 +76,15 @@ def clear(folder: Path) -> int:
     """Delete every kept prefix; returns the bytes that this freed.
 
     Raises:
-        ValueError: if a process has the folder open; nothing is deleted then.
+        ValueError: if a process has the folder open, or something else lies in it; nothing is deleted then.
     """
     places, freed = namespaces(folder), 0
     with contextlib.ExitStack() as locks:
         for place in places:
-            lock = locks.enter_context(open(place / "lock", "a"))
+            odd = [file.name for file in place.iterdir() if not stat.S_ISREG(file.lstat().st_mode)]
+            if odd:
+                raise ValueError(f"{place} holds {odd[0]}, which is no regular file: take it away first")
+            lock = locks.enter_context(open(place / "lock", "ab", opener=open_private))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -6,21 +6,26 @@ part again for each byte it takes. `PrefixCache` decides which part may go, and 
 """
 
 import contextlib
+import errno
 import fcntl
-import hashlib
+import hmac
 import json
 import logging
 import os
+import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
+import numpy
 import torch
-from safetensors import safe_open
 from safetensors.torch import load, save
+
+from ..files_kimi_k3 import sync, tensors_sum
 
 logger = logging.getLogger(__name__)
 
@@ -229,20 +234,53 @@ def part_of(name: str) -> PartId | None:
 
 
 def checksum(key: str, kind: str, tensors: Tensors) -> str:
-    digest = hashlib.sha256(f"{key} {kind}".encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        if tensor.numel():
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
+    return tensors_sum(f"{key} {kind}", tensors)
+
+
+def open_part(path: Path) -> BinaryIO:
+    """A file to read; a link, a pipe or a device of that name is not opened.
+
+    Raises:
+        OSError: if there is none.
+        ValueError: if it is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is no regular file")
+    return open(descriptor, "rb")
+
+
+def read_header(file: BinaryIO) -> dict:
+    """The header of safetensors, with its metadata; the file then stands at its data."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > os.fstat(file.fileno()).st_size:
+        raise ValueError("its header is longer than the file")
+    return json.loads(file.read(length))
+
+
+# A folder that cannot be written at all, other than one that is full.
+_UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+
+
+def open_private(path: str, flags: int) -> int:
+    """Opens a file for the user's eyes only, and neither through a link nor a pipe."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENOTDIR, "it is no regular file", path)
+    return descriptor
 
 
 class DiskTier(Tier):
-    """One safetensors file a part, in a folder that several processes may share.
+    """One safetensors file a part, in a folder that several processes may share, for the user's eyes only.
 
     A file appears under its name only when it is whole and on the disk (written aside, synced, renamed), and its
     checksum is verified whenever it is read. Writing is done by the thread of `behind`; until it is done the tensors
     are served from memory. The names of parts whose writing failed wait in `failed`.
+
+    Attributes:
+        bypassed: whether the folder turned out not to be usable. It is left alone then, and nothing fits in the tier.
     """
 
     name = "disk"
@@ -250,38 +288,77 @@ class DiskTier(Tier):
     def __init__(self, folder: Path, budget: int, namespace: str, behind: Behind):
         super().__init__(budget)
         self.folder, self.namespace, self.behind = folder / namespace, namespace, behind
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.failed: list[PartId] = []
-        self._seen = None
-        # held jointly with other processes, except by one that is alone, until `settle`
-        self._file_lock, self._alone = open(self.folder / "lock", "a"), True
+        self.bypassed = False
+        self._ignored: set[str] = set()  # names in the folder that are no parts and cannot be deleted
+        self._seen: int | None = None
+        self._file_lock: BinaryIO | None = None
+        # the lock is held jointly with other processes, except by one that is alone, until `settle`
+        self._alone = False
+        try:
+            self._open(folder)
+        except OSError as error:
+            self.bypass(error)
+
+    def _open(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        status = self.folder.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(f"{self.folder} is a link")
+        if status.st_mode & 0o077:  # of an earlier version
+            self.folder.chmod(0o700)
+        self._file_lock = open(self.folder / "lock", "ab", opener=open_private)
         try:
             fcntl.flock(self._file_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._alone = True
         except BlockingIOError:
-            self._alone = False
             fcntl.flock(self._file_lock, fcntl.LOCK_SH)
+
+    def bypass(self, reason: Any) -> None:
+        """Leave the folder alone from here on; parts that lie nowhere else are lost."""
+        with self._lock:
+            if not self.bypassed:
+                logger.warning("prefix cache: %s is left alone, prefixes stay in memory: %s", self.folder, reason)
+            self.bypassed, self.budget = True, 0
+            self.failed = list(self.entries)
 
     def path(self, part: PartId) -> Path:
         return self.folder / f"{part[0]}.{part[1]}{SUFFIX}"
 
     def scan(self) -> dict[PartId, int]:
         """Whole files that this object does not know yet and their sizes; empty while nothing in the folder changed."""
+        if self.bypassed:
+            return {}
         try:
             now = self.folder.stat().st_mtime_ns
+            if now == self._seen:
+                return {}
+            # clocks of file systems are coarse: a recent change may hide a later one
+            self._seen = now if time.time_ns() - now > 10**8 else None
+            with os.scandir(self.folder) as files:
+                return dict(self._new_parts(files))
         except FileNotFoundError:  # somebody deleted the folder: parts in memory still serve
             return {}
-        if now == self._seen:
+        except OSError as error:
+            self.bypass(error)
             return {}
-        # clocks of file systems are coarse: a recent change may hide a later one
-        self._seen = now if time.time_ns() - now > 10**8 else None
-        sizes = {}
-        with os.scandir(self.folder) as files:
-            for file in files:
-                part = part_of(file.name)
-                if part is not None and part not in self.entries:
-                    with contextlib.suppress(FileNotFoundError):  # another process has evicted it meanwhile
-                        sizes[part] = file.stat().st_size
-        return sizes
+
+    def _new_parts(self, files: Iterable[os.DirEntry]) -> Iterator[tuple[PartId, int]]:
+        for file in files:
+            part = part_of(file.name)
+            if part is None or part in self.entries or file.name in self._ignored:
+                continue
+            with contextlib.suppress(FileNotFoundError):  # another process has evicted it meanwhile
+                status = file.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    yield part, status.st_size
+                else:
+                    self._ignore(file.name, "it is no regular file")
+
+    def _ignore(self, name: str, reason: Any) -> None:
+        self._ignored.add(name)
+        logger.warning("prefix cache: %s is left alone: %s", name, reason)
 
     def adopt(self, part: PartId, size: int, cost: float) -> None:
         """Count a file that another process wrote, or an earlier one."""
@@ -298,11 +375,14 @@ class DiskTier(Tier):
         """(parent's key, start, steps, forward, tokens) of a segment, without its latents; None for a damaged file."""
         part = key, "latents"
         try:
-            with safe_open(self.path(part), framework="pt") as file:
-                metadata = file.metadata()
+            with open_part(self.path(part)) as file:
+                header = read_header(file)
+                metadata, (begin, end) = header["__metadata__"], header["tokens"]["data_offsets"]
                 self._check(metadata)
-                tokens = file.get_tensor("tokens").tolist()
-                bytes.fromhex(metadata["parent"])
+                file.seek(begin, os.SEEK_CUR)
+                tokens = numpy.frombuffer(file.read(end - begin), "<i8").tolist()
+                if len(bytes.fromhex(metadata["parent"])) != 32:
+                    raise ValueError("its parent is none")
                 forward = bytes.fromhex(metadata.get("forward", ""))
                 return metadata["parent"], int(metadata["start"]), metadata["steps"] == "1", forward, tokens
         except FileNotFoundError:
@@ -315,19 +395,28 @@ class DiskTier(Tier):
         if (metadata["format"], metadata["namespace"]) != (FORMAT, self.namespace):
             raise ValueError("it belongs to another model or format")
 
-    def reject(self, part: PartId, reason) -> None:
-        """Delete a file that must never be used."""
-        logger.warning("prefix cache: %s is dropped: %s", self.path(part).name, reason)
-        self.path(part).unlink(missing_ok=True)
+    def reject(self, part: PartId, reason: Any) -> None:
+        """Delete a file that must never be used; one that cannot be deleted is left alone."""
+        path = self.path(part)
+        logger.warning("prefix cache: %s is dropped: %s", path.name, reason)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            self._ignore(path.name, error.strerror)
 
     def settle(self) -> None:
         """After the first look at the folder, if nobody else is there who may know them: delete files that a killed
         process began, and those of no known text; then let others in."""
-        if self._alone:
-            self._seen = None
+        if not self._alone or self.bypassed:
+            return
+        self._seen = None
+        try:
             for file in (*map(self.path, self.scan()), *self.folder.glob("*.writing")):
-                file.unlink(missing_ok=True)
-            fcntl.flock(self._file_lock, fcntl.LOCK_SH)
+                if not file.is_dir():
+                    file.unlink(missing_ok=True)
+        except OSError as error:
+            self.bypass(error)
+        fcntl.flock(self._file_lock, fcntl.LOCK_SH)
 
     def put(self, part: PartId, tensors: Tensors, cost: float, metadata: dict[str, str]) -> Entry:
         with self._lock:
@@ -339,13 +428,16 @@ class DiskTier(Tier):
     def _write(self, part: PartId, entry: Entry, metadata: dict[str, str]) -> None:
         aside = self.folder / f"{part[0]}.{part[1]}.{os.getpid()}-{threading.get_native_id()}.writing"
         try:
+            if self.bypassed or self.path(part).name in self._ignored:
+                self._has_failed(part, entry)
+                return
             self.own(entry)
             tensors = entry.tensors
             if tensors is None:  # evicted before its turn
                 return
             header = {"format": FORMAT, "namespace": self.namespace, "checksum": checksum(*part, tensors), **metadata}
             data = save(tensors, metadata=header)
-            with open(aside, "wb") as file:
+            with open(aside, "wb", opener=open_private) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -358,33 +450,37 @@ class DiskTier(Tier):
                 self.used += len(data) - entry.bytes
                 entry.bytes = len(data)
                 self.written_bytes += len(data)
-            self._sync_folder()
+            sync(self.folder)
         except Exception as error:  # of the file system, or of the device that holds the tensors
-            logger.warning("prefix cache: %s could not be written and is not kept on disk: %s", aside.name, error)
-            aside.unlink(missing_ok=True)
-            with self._lock:
-                if self.entries.get(part) is entry:
-                    self.failed.append(part)
+            self._not_written(part, entry, aside, error)
 
-    def _sync_folder(self) -> None:
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    def _not_written(self, part: PartId, entry: Entry, aside: Path, error: Exception) -> None:
+        if isinstance(error, OSError) and error.errno in _UNUSABLE:
+            self.bypass(error)
+            return
+        logger.warning("prefix cache: %s could not be written and is not kept on disk: %s", aside.name, error)
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        self._has_failed(part, entry)
+
+    def _has_failed(self, part: PartId, entry: Entry) -> None:
+        with self._lock:
+            if self.entries.get(part) is entry:
+                self.failed.append(part)
 
     def read(self, part: PartId) -> Tensors | None:
         """The tensors of a file, or None if it is gone, torn, changed or foreign; such a file is deleted."""
         try:
-            data = self.path(part).read_bytes()
-        except OSError:
+            with open_part(self.path(part)) as file:
+                data = file.read()
+        except (OSError, ValueError):
             return None
         try:
             length = int.from_bytes(data[:8], "little")
             metadata = json.loads(data[8 : 8 + length])["__metadata__"]
             tensors = load(data)
             self._check(metadata)
-            if metadata["checksum"] != checksum(*part, tensors):
+            if not hmac.compare_digest(metadata["checksum"], checksum(*part, tensors)):
                 raise ValueError("its checksum is wrong")
         except Exception as error:  # any error that a damaged file causes in the readers
             self.reject(part, error)
@@ -403,10 +499,15 @@ class DiskTier(Tier):
 
     def drop(self, part: PartId) -> Entry | None:
         with self._lock:
+            lies_there = part in self.entries and self.entries[part].tensors is None
             entry = super().drop(part)
-            if entry is not None:
-                self.path(part).unlink(missing_ok=True)
+            if lies_there and not self.bypassed:
+                try:
+                    self.path(part).unlink(missing_ok=True)
+                except OSError as error:  # what cannot be deleted takes room that cannot be counted
+                    self.bypass(error)
             return entry
 
     def close(self) -> None:
-        self._file_lock.close()
+        if self._file_lock is not None:
+            self._file_lock.close()

@@ -30,6 +30,7 @@ CONVERSION = "conversion/test_conversion.py"
 RESUME = "conversion/test_conversion_resume.py"
 PREFIX = "serving/test_prefix_cache.py"
 TIERS = "serving/test_tiers.py"
+ODD_FOLDERS = "serving/test_odd_folders.py"
 SERVER = "serving/test_server.py"
 COST = "costs/test_cost.py"
 REPLAY = "costs/test_replay.py"
@@ -154,11 +155,11 @@ TESTS = {
     "serving/commands.py": ("serving/test_cache_commands.py", SERVER),
     "serving/engine.py": (SERVER,),
     "serving/prefix_cache.py": (PREFIX, SERVER),
-    "serving/prefix_folder.py": ("serving/test_cache_commands.py", PREFIX),
+    "serving/prefix_folder.py": ("serving/test_cache_commands.py", ODD_FOLDERS, PREFIX),
     "serving/prefix_index.py": (PREFIX,),
     "serving/replay.py": (REPLAY,),
     "serving/server.py": (SERVER,),
-    "serving/tiers.py": (TIERS, PREFIX),
+    "serving/tiers.py": (TIERS, ODD_FOLDERS, PREFIX),
     "speculative/__init__.py": ("speculative/test_speculative.py",),
     "speculative/decoding.py": ("speculative/test_speculative.py",),
     "speculative/draft.py": ("speculative/test_speculative.py",),
