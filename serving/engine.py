@@ -24,6 +24,7 @@ class Job:
         emit: takes each new piece of text, and at the end None; called in the engine's thread. `finish` or `error` is
             set by then.
         deadline: `time.monotonic()` after which it ends with an error.
+        cache_salt: of the tenant, whose prefixes nobody else finds; empty for the common ones.
         cancelled: nobody is listening any more.
         finish: "stop" (end token or stop text) or "length".
         cached: prompt tokens that the prefix cache restored.
@@ -37,6 +38,7 @@ class Job:
     stop: list[str]
     deadline: float
     emit: Callable[[str | None], None]
+    cache_salt: str = ""
     cancelled: threading.Event = field(default_factory=threading.Event)
     started: float = field(default_factory=time.monotonic)
     first: float | None = None
@@ -142,6 +144,7 @@ class Engine:
         output, prefilled = self.cache.generate(
             torch.tensor([job.ids], device=self.cache.model.device),
             max_new_tokens=job.max_tokens,
+            cache_salt=job.cache_salt,
             do_sample=job.temperature > 0,
             streamer=text,
             stopping_criteria=[interrupted],

@@ -37,7 +37,7 @@ from ..costs.formulas import ModelCost, text_cost
 from ..fingerprint_kimi_k3 import model_fingerprint
 from ..modeling_kimi_k3 import CACHE_ARGUMENT
 from .prefix_index import PrefixIndex, Segment, chained, token_bytes
-from .tiers import Behind, DiskTier, Entry, MemoryTier, PartId, Tensors, Tier, recorded
+from .tiers import Behind, DiskTier, Entry, MemoryTier, PartId, Tensors, Tier, recorded, secret_key
 
 LATENTS, STATE = "latents", "state"
 
@@ -130,28 +130,33 @@ class PrefixCache:
 
     # --- use -----------------------------------------------------------------------------------------------------
 
-    def prefill(self, input_ids: torch.Tensor, keep_logits: bool = False) -> Prefilled:
+    def prefill(self, input_ids: torch.Tensor, keep_logits: bool = False, cache_salt: str = "") -> Prefilled:
         """Run all but the last of the tokens [1, T], from the longest kept prefix on, and keep the result.
+
+        Args:
+            cache_salt: what was kept under one salt is found under no other, nor without one; a secret for each tenant.
 
         Raises:
             ValueError: for more than one row, or weights that changed since the cache was made.
             RuntimeError: for a cache that is closed.
         """
-        with self._prefilled(input_ids, keep_logits) as done:
+        with self._prefilled(input_ids, keep_logits, cache_salt) as done:
             return done
 
-    def forward(self, input_ids: torch.Tensor, keep_logits: bool = False) -> tuple[torch.Tensor, Prefilled]:
+    def forward(
+        self, input_ids: torch.Tensor, keep_logits: bool = False, cache_salt: str = ""
+    ) -> tuple[torch.Tensor, Prefilled]:
         """Logits [1, 1, vocabulary] of the last of the tokens [1, T], and the cache behind it.
 
         With `keep_logits` those of all tokens that ran, [1, T - hit, vocabulary].
         """
-        with self._prefilled(input_ids, keep_logits) as done:  # which switches gradients off
+        with self._prefilled(input_ids, keep_logits, cache_salt) as done:  # which switches gradients off
             last = self.model(input_ids[:, -1:], **{CACHE_ARGUMENT: done.cache}).logits
             logits = torch.cat([*done.logits, last], dim=1)
         done.splits.append(input_ids.shape[1])
         return logits, done
 
-    def generate(self, input_ids: torch.Tensor, **kwargs) -> tuple:
+    def generate(self, input_ids: torch.Tensor, cache_salt: str = "", **kwargs) -> tuple:
         """What `model.generate(input_ids [1, T], ...)` returns, and the cache behind it, `hit` tokens of which were
         restored; the prompt and the finished turn are kept.
 
@@ -171,7 +176,7 @@ class PrefixCache:
         mask = kwargs.pop("attention_mask", None)
         if mask is not None and not mask.bool().all():
             raise ValueError("a prefix has no padding: pass the row without it")
-        with self._prefilled(input_ids) as done:
+        with self._prefilled(input_ids, cache_salt=cache_salt) as done:
             # Captured steps sum over the latents in another order than forwards do: a cold run's bits would differ.
             kwargs |= {CACHE_ARGUMENT: done.cache, "disable_compile": True}
             output = self.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **kwargs)
@@ -179,10 +184,10 @@ class PrefixCache:
             self._keep_turn(done, ids[0].tolist())
         return output, done
 
-    def prefetch(self, input_ids: torch.Tensor) -> Future:
+    def prefetch(self, input_ids: torch.Tensor, cache_salt: str = "") -> Future:
         """Bring the prefix that `prefill` would use up to the device, in a thread, while something else computes."""
         tokens = self._tokens(input_ids)
-        return self._reader.submit(self._prefetched, tokens)
+        return self._reader.submit(self._prefetched, tokens, cache_salt)
 
     def flush(self) -> None:
         """Wait until everything that belongs on the disk is there."""
@@ -251,11 +256,11 @@ class PrefixCache:
         return input_ids[0].to("cpu", torch.int64, copy=True).numpy()
 
     @contextmanager
-    def _prefilled(self, input_ids: torch.Tensor, keep_logits: bool = False):
+    def _prefilled(self, input_ids: torch.Tensor, keep_logits: bool = False, cache_salt: str = ""):
         """A `Prefilled` whose segment is pinned inside the block; copies and files wait for the block's end."""
         tokens = self._tokens(input_ids)
         last = len(tokens) - 1
-        with self._fetched(tokens) as (done, parts, shared), torch.no_grad():
+        with self._fetched(tokens, cache_salt) as (done, parts, shared), torch.no_grad():
             self._assemble(done, parts, len(tokens))
             hit, cache = done.hit, done.cache
             boundaries = {*range(self.every, last, self.every), shared, last}
@@ -331,6 +336,7 @@ class PrefixCache:
             if segment.parent is not None and not self._is_kept(segment, LATENTS):
                 self._after_loss(segment, LATENTS)
             self._remove_useless(segment)
+            self.index.leave(segment.root())
 
     def _latents(self, cache: HybridCache, segment: Segment) -> Tensors:
         """Latents of the segment, [MLA layers, tokens, R] a block; blocks end at multiples of the block size."""
@@ -371,7 +377,7 @@ class PrefixCache:
     # --- looking up ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _fetched(self, tokens: numpy.ndarray):
+    def _fetched(self, tokens: numpy.ndarray, cache_salt: str):
         """(`Prefilled` with a cache that is yet empty, what belongs into it, tokens shared with some kept text), from
         the longest prefix that is kept. `done.segment` is pinned inside the block.
 
@@ -382,8 +388,9 @@ class PrefixCache:
             with self._lock:
                 self._drop_unwritten()
                 self._adopt_files()
-                prefixes, shared = self.index.matches(tokens, len(tokens) - 1)
-                segment = next((prefix for prefix in prefixes if self._is_kept(prefix, STATE)), self.index.root)
+                root = self.index.root_of(cache_salt)
+                prefixes, shared = self.index.matches(tokens, len(tokens) - 1, root)
+                segment = next((prefix for prefix in prefixes if self._is_kept(prefix, STATE)), root)
                 segment.pin()
             done, chain = Prefilled(HybridCache(self.model.config), segment), segment.chain()
             try:
@@ -395,8 +402,8 @@ class PrefixCache:
                     self._release(done.segment)
                 self._behind.start(self.model.device)
 
-    def _prefetched(self, tokens: numpy.ndarray) -> int:
-        with self._fetched(tokens) as (done, _, _):
+    def _prefetched(self, tokens: numpy.ndarray, cache_salt: str) -> int:
+        with self._fetched(tokens, cache_salt) as (done, _, _):
             copied = recorded(self.model.device)
             if copied is not None:  # the caller may continue on another stream than this thread's
                 copied.synchronize()
@@ -564,12 +571,13 @@ class PrefixCache:
         described = {key: self.disk.describe(key) for key, kind in files if kind == LATENTS}
         texts = {key: text for key, text in described.items() if text is not None}
         for key, (parent_key, start, steps, forward, tokens) in sorted(texts.items(), key=lambda item: item[1][1]):
-            parent = self.index.root if start == 0 else self.index.segments.get(parent_key)
+            parent = self.index.root_named(parent_key) if start == 0 else self.index.segments.get(parent_key)
             if parent is None:  # not there (yet)
                 continue
             segment = self.index.make(parent, tokens, steps, forward)
             if segment.key != key or segment.start != start:
                 self.disk.reject((key, LATENTS), "its name is not that of its text")
+                self.index.leave(parent.root())
                 continue
             self.index.add(segment)
             self._adopt(segment, LATENTS, files[key, LATENTS])
@@ -618,6 +626,7 @@ def numerics_fingerprint(model: torch.nn.Module) -> str:
         _compiler(),
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {torch.get_num_threads()}",
         os.environ.get("KIMI_K3_TRITON"),
+        hashlib.sha256(secret_key() or b"").hexdigest(),  # whose files the others cannot check
         torch.get_float32_matmul_precision(),
     )
     return hashlib.sha256(f"{model_fingerprint(model)} {settings}".encode()).hexdigest()

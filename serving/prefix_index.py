@@ -74,6 +74,13 @@ class Segment:
     def unpin(self) -> None:
         self.pin(-1)
 
+    def root(self) -> "Segment":
+        """The empty text that it goes on from."""
+        segment = self
+        while segment.parent is not None:
+            segment = segment.parent
+        return segment
+
     def chain(self) -> list["Segment"]:
         """From the first segment of the text to this one."""
         found, segment = [], self
@@ -98,16 +105,37 @@ class PrefixIndex:
         block: tokens of a block.
         root: the empty text, which every other goes on from; its key is hashed into all others, so that no key of one
             model is one of another's.
+        roots: by key, that one and those of the salts in use; texts of one salt are found by none of another.
     """
 
     def __init__(self, namespace: str, block: int):
         self.namespace, self.block = namespace, block
-        self.root = Segment(chained(bytes.fromhex(namespace)).hex(), None, 0, numpy.empty(0, "<i8"), b"", False)
         self.segments: dict[str, Segment] = {}
+        self.roots: dict[str, Segment] = {}
+        self.root = self.root_named(chained(bytes.fromhex(namespace)).hex())
+
+    def root_of(self, salt: str) -> Segment:
+        """The empty text of a tenant; without a salt the common one."""
+        if not salt:
+            return self.root
+        secret = salt.encode("utf-8", "surrogatepass")
+        return self.root_named(chained(bytes.fromhex(self.namespace), secret).hex())
+
+    def root_named(self, key: str) -> Segment:
+        """The empty text of this key, as the files of its texts name it."""
+        if key not in self.roots:
+            self.roots[key] = Segment(key, None, 0, numpy.empty(0, "<i8"), b"", False)
+        return self.roots[key]
+
+    def leave(self, root: Segment) -> None:
+        """Forget the empty text of a salt from which nothing goes on any more."""
+        if root is not self.root and not root.children and not root.pins:
+            self.roots.pop(root.key, None)
 
     def has(self, segment: Segment) -> bool:
-        """Whether a text can continue behind it: it is the root, or was not forgotten."""
-        return segment is self.root or self.segments.get(segment.key) is segment
+        """Whether a text can continue behind it: it is a root, or was not forgotten."""
+        known = self.roots if segment.parent is None else self.segments
+        return known.get(segment.key) is segment
 
     def make(self, parent: Segment, tokens: Sequence[int], steps: bool, forward: bytes = b"") -> Segment:
         """The segment of these tokens behind `parent`: the existing one, or a new one that is not added yet."""
@@ -127,11 +155,13 @@ class PrefixIndex:
             raise ValueError(f"segment {segment.key} still has {len(segment.children)} children")
         if self.has(segment):
             del self.segments[segment.key], segment.parent.children[segment.key]
+            if segment.parent.parent is None:
+                self.leave(segment.parent)
 
-    def matches(self, tokens: Sequence[int], limit: int) -> tuple[list[Segment], int]:
-        """Segments whose text is a prefix of `tokens` of at most `limit` tokens, the longest first; and how many tokens
-        some kept text shares with this one, in whole blocks."""
-        tokens, shared, prefixes = numpy.asarray(tokens, dtype="<i8"), 0, [self.root]
+    def matches(self, tokens: Sequence[int], limit: int, root: Segment) -> tuple[list[Segment], int]:
+        """Segments behind `root` whose text is a prefix of `tokens` of at most `limit` tokens, the longest first; and
+        how many tokens some kept text shares with this one, in whole blocks."""
+        tokens, shared, prefixes = numpy.asarray(tokens, dtype="<i8"), 0, [root]
         text = tokens.tobytes()
         for prefix in prefixes:  # the children that match are appended meanwhile
             for segment in prefix.children.values():

@@ -56,6 +56,7 @@ class CompletionRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # vLLM's field
 
 
 def error_body(status: int, message: str) -> dict:
@@ -165,7 +166,7 @@ def build_app(cache: PrefixCache, tokenizer, name: str, limits: Limits) -> FastA
         job = Job(
             ids, asked.max_tokens, asked.temperature, asked.top_p, asked.seed,
             [asked.stop] if isinstance(asked.stop, str) else [text for text in asked.stop or [] if text],
-            time.monotonic() + limits.seconds, tell,
+            time.monotonic() + limits.seconds, tell, asked.cache_salt or "",
         )  # fmt: skip
         try:
             engine.submit(job)
@@ -237,6 +238,8 @@ def _failure(job: Job, limits: Limits) -> HTTPException | None:
         return HTTPException(504, f"the request took longer than {limits.seconds:g} seconds")
     if isinstance(job.error, EngineFull):
         return HTTPException(503, str(job.error))
+    if isinstance(job.error, OSError):  # whose text may name files
+        return HTTPException(500, f"generation failed: {job.error.strerror or 'an error of the file system'}")
     return HTTPException(500, f"generation failed: {job.error}") if job.error else None
 
 

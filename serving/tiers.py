@@ -233,8 +233,20 @@ def part_of(name: str) -> PartId | None:
     return (key, kind) if name.endswith(SUFFIX) and kind in ("latents", "state") else None
 
 
+def secret_key() -> bytes | None:
+    """With `KIMI_K3_PREFIX_KEY` in the environment parts are authenticated: who has it alone makes files that are used.
+
+    Raises:
+        ValueError: for a key of less than 16 bytes.
+    """
+    key = os.environ.get("KIMI_K3_PREFIX_KEY", "").encode()
+    if key and len(key) < 16:
+        raise ValueError(f"KIMI_K3_PREFIX_KEY has {len(key)} bytes: a key needs 16 at least")
+    return key or None
+
+
 def checksum(key: str, kind: str, tensors: Tensors) -> str:
-    return tensors_sum(f"{key} {kind}", tensors)
+    return tensors_sum(f"{key} {kind}", tensors, secret_key())
 
 
 def open_part(path: Path) -> BinaryIO:

@@ -31,6 +31,7 @@ RESUME = "conversion/test_conversion_resume.py"
 PREFIX = "serving/test_prefix_cache.py"
 TIERS = "serving/test_tiers.py"
 ODD_FOLDERS = "serving/test_odd_folders.py"
+PRIVACY = "serving/test_privacy.py"
 SERVER = "serving/test_server.py"
 COST = "costs/test_cost.py"
 REPLAY = "costs/test_replay.py"
@@ -156,10 +157,10 @@ TESTS = {
     "serving/engine.py": (SERVER,),
     "serving/prefix_cache.py": (PREFIX, SERVER),
     "serving/prefix_folder.py": ("serving/test_cache_commands.py", ODD_FOLDERS, PREFIX),
-    "serving/prefix_index.py": (PREFIX,),
+    "serving/prefix_index.py": (PREFIX, PRIVACY),
     "serving/replay.py": (REPLAY,),
     "serving/server.py": (SERVER,),
-    "serving/tiers.py": (TIERS, ODD_FOLDERS, PREFIX),
+    "serving/tiers.py": (TIERS, ODD_FOLDERS, PRIVACY, PREFIX),
     "speculative/__init__.py": ("speculative/test_speculative.py",),
     "speculative/decoding.py": ("speculative/test_speculative.py",),
     "speculative/draft.py": ("speculative/test_speculative.py",),
