@@ -297,7 +297,7 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
             raise ValueError(f"{path} is cut off or is not a safetensors file")
         try:
             header = dict(json.loads(file.read(length)))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is not a safetensors file: its header cannot be read") from error
     header.pop("__metadata__", None)
     for name, entry in header.items():

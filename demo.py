@@ -19,6 +19,7 @@ from kimi_k3 import CACHE_ARGUMENT, HybridCache
 from kimi_k3.cli.common import (
     Parser,
     UsageError,
+    add_debug,
     encode,
     load_model,
     load_tokenizer,
@@ -106,6 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         help="length of the real text (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="draws the secret numbers (default: %(default)s)")
+    add_debug(parser)
     return run_or_explain(parser.prog, run, parser.parse_args(argv))
 
 

@@ -3,13 +3,18 @@
 import argparse
 import contextlib
 import importlib.util
+import os
+import signal
 import sys
+import threading
+import traceback
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
 from .. import KimiK3ForCausalLM, KimiK3TextConfig
+from ..runs_kimi_k3 import Terminated
 
 
 class UsageError(ValueError):
@@ -23,14 +28,75 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def add_debug(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="show where in the code an error came from")
+
+
 def run_or_explain(prog: str, run, args: argparse.Namespace) -> int:
-    """The exit code of `run(args)`: 0, or 2 after printing the sentence of an error that the user can mend."""
+    """The exit code of `run(args)`, after one line on stderr for whatever ended it early, and never a traceback.
+
+    Args:
+        args: with `debug` (`add_debug`) the traceback comes before the line.
+
+    Returns:
+        0; 2 for an error that the user can mend; 1 for any other; 130 after Ctrl-C and 143 after SIGTERM; 141 when
+        nobody reads the output any more.
+    """
     try:
-        run(args)
+        with _terminable():
+            run(args)
+            sys.stdout.flush()
+            return 0
+    except BrokenPipeError:  # `kimi-k3 ... | head`: what is left in the buffer must not fail again when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt as error:
+        code = 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+        ended, sentence = error, f"interrupted; {error}" if str(error) else "interrupted"
     except UsageError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
-    return 0
+        ended, code, sentence = error, 2, one_line(str(error))
+    except Exception as error:  # whatever a library raises
+        ended, code, sentence = error, 1, f"{described(error)} (--debug shows where)"
+    if args.debug:
+        traceback.print_exception(ended)
+    print(f"{prog}: {sentence}", file=sys.stderr)
+    return code
+
+
+def one_line(text: str, longest: int = 1000) -> str:
+    """The lines of a text as one, cut behind `longest` characters."""
+    line = " ".join(part.strip() for part in text.splitlines() if part.strip())
+    return line if len(line) <= longest else f"{line[:longest]} ..."
+
+
+def described(error: Exception) -> str:
+    """The error on one line, with its type, without which many texts (\'name\', \'0\') say nothing."""
+    text = one_line(str(error))
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+# --- Ctrl-C and SIGTERM ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _terminable():
+    """SIGTERM raises `Terminated`, unless somebody else decides about it or this is not the main thread."""
+
+    def stop(number, frame):
+        raise Terminated
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# --- errors of what is called ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -40,6 +106,20 @@ def explained(*errors: type[Exception]):
         yield
     except errors as error:
         raise UsageError(str(error)) from error
+
+
+@contextlib.contextmanager
+def broken(what: str):
+    """Around the reading of files: `what` cannot be used, and why. A file that is not what its name says makes
+    libraries raise errors of any type."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        # the text of these is a sentence, which their type would only lengthen
+        reason = one_line(str(error)) if type(error) in (OSError, ValueError) else described(error)
+        raise UsageError(f"{what}: {reason}") from error
 
 
 @contextlib.contextmanager
@@ -57,21 +137,14 @@ def read_config(folder: Path) -> KimiK3TextConfig:
         raise UsageError(f"there is no checkpoint folder {folder}")
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} is not a checkpoint: it has no config.json")
-    try:
+    with broken(f"the configuration in {folder} cannot be used"):
         return KimiK3TextConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"the configuration in {folder} cannot be used: {error}") from error
 
 
 def load_tokenizer(folder: Path):
     """The tokenizer of a checkpoint folder; code shipped inside the folder is never run."""
-    try:
+    with broken(f"no tokenizer can be loaded from {folder}"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # which of them a missing or broken file raises differs between tokenizer classes
-        reason, _, rest = str(error).strip().partition("\n")
-        if reason.rstrip().endswith(":"):  # a list follows
-            reason = " ".join([reason.rstrip(), *rest.split()])
-        raise UsageError(f"no tokenizer can be loaded from {folder}: {reason}") from error
 
 
 def encode(tokenizer, text: str, **options) -> torch.Tensor:
@@ -96,12 +169,10 @@ def load_model(
     check_finite: bool = False,
 ) -> KimiK3ForCausalLM:
     """The model on `device`, in evaluation mode; `auto` keeps the dtype of the checkpoint."""
-    try:
+    with broken(f"the weights in {folder} cannot be loaded"):
         return KimiK3ForCausalLM.from_pretrained(
             folder, dtype=dtype, device_map=device, dequantize=dequantize, check_finite=check_finite
         )
-    except (OSError, ValueError) as error:
-        raise UsageError(f"the weights in {folder} cannot be loaded: {error}") from error
 
 
 def number(kind, accepts, rule: str):

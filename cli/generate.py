@@ -11,6 +11,7 @@ from transformers import TextStreamer
 from transformers.generation import BaseStreamer
 
 from .. import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
+from ..runs_kimi_k3 import keeping
 from .common import (
     UsageError,
     add_seed,
@@ -76,18 +77,25 @@ def generate_text(
     cache = HybridCache(model.config) if cache is None else cache
     known = cache.get_seq_length()
     streamer = TimedStreamer(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None)
+
+    def printed():
+        streamer.end()  # which prints the word that was not finished
+        tokens = max(len(streamer.times) - 1, 0)  # without the prompt
+        return f"{tokens} new tokens are printed above: to go on, put them behind the prompt"
+
     # top_k=0 switches off the cut at 50 that generation defaults carry; greedy decoding warns about all three.
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
     input_ids = input_ids.to(model.device)
-    output = model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=temperature > 0,
-        streamer=streamer,
-        **sampling,
-        **{CACHE_ARGUMENT: cache},
-    )
+    with keeping(printed if stream else ""):
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=temperature > 0,
+            streamer=streamer,
+            **sampling,
+            **{CACHE_ARGUMENT: cache},
+        )
     new_ids = output[0, input_ids.shape[1] :]
     return Generation(
         text=tokenizer.decode(new_ids, skip_special_tokens=True),
@@ -189,7 +197,8 @@ def run_generate(args: argparse.Namespace) -> None:
     input_ids = encode(tokenizer, prompt)
     check_length(config, input_ids.shape[1], args.max_new_tokens)
 
-    model = load_model(args.model, device, args.dtype, args.dequantize)
+    with keeping("nothing was generated"):
+        model = load_model(args.model, device, args.dtype, args.dequantize)
     torch.manual_seed(args.seed)
     generation = generate_text(model, tokenizer, input_ids, args.max_new_tokens, args.temperature, args.top_p)
     print(report(model, generation), file=sys.stderr)

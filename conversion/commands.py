@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from ..cli.common import UsageError, add_seed, at_least_one, explained
+from ..runs_kimi_k3 import keeping
 from .inventory import table, take_inventory
 from .plan import EXPERTS, LAYOUTS, Target
 from .run import REPORT, convert
@@ -31,14 +32,13 @@ def byte_size(text: str) -> int:
 
 @contextlib.contextmanager
 def _explained(place: Path, way_on: str = ""):
-    """Turns a ConversionError, an error of the system or Ctrl-C into one sentence, followed by `way_on`."""
+    """Turns a ConversionError or an error of the system into one sentence; `way_on` follows it, as it does Ctrl-C."""
     try:
-        with explained(ConversionError):
+        with explained(ConversionError), keeping(way_on):
             yield
     except OSError as error:
-        raise UsageError(f"{error.filename or place}: {error.strerror or error}{way_on}") from error
-    except KeyboardInterrupt as error:
-        raise UsageError(f"interrupted{way_on}") from error
+        sentence = f"{error.filename or place}: {error.strerror or error}"
+        raise UsageError("; ".join(part for part in (sentence, way_on) if part)) from error
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def run_convert(args: argparse.Namespace) -> None:
         experts=args.experts,
         shard_size=args.shard_size,
     )
-    with _explained(args.destination, "; the same command continues where this one ended"):
+    with _explained(args.destination, "the same command continues where this one ended"):
         plan = convert(
             args.source,
             args.destination,

@@ -191,7 +191,7 @@ def read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConversionError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second for brackets in brackets in brackets
         raise ConversionError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConversionError(f"{path} must hold a JSON object")

@@ -9,12 +9,14 @@ from transformers import AutoModelForCausalLM
 from ..cli.common import (
     UsageError,
     at_least_one,
+    broken,
     choose_device,
     explained,
     load_tokenizer,
     read_config,
     refuse_without_matplotlib,
 )
+from ..runs_kimi_k3 import keeping
 from . import cost, report, run
 from .endpoint import EndpointReader
 from .haystack import open_haystack
@@ -64,7 +66,8 @@ def run_eval(args: argparse.Namespace) -> None:
     haystack = open_haystack(args.haystack, tokens)
     plan.check(haystack, tokens)
     run.touch(args.out / run.RESULTS)
-    reader = eval_reader(args, tokens, device)
+    with keeping(f"{args.out} is as it was, and the same command goes on from there"):
+        reader = eval_reader(args, tokens, device)
     lines = evaluate(reader, tokens, haystack, plan, args.out)
     mark = report.Mark(args.trained_length, "trained on") if args.trained_length else configured_length(reader)
     page = report.write_report(lines, args.out, f"Recall of {args.model.name}", mark)
@@ -81,14 +84,11 @@ def eval_reader(args: argparse.Namespace, tokens, device: torch.device):
     """A reader of the endpoint, or of the folder's model, whatever its class."""
     if args.endpoint is not None:
         return EndpointReader(args.endpoint, args.endpoint_model or str(args.model), tokens, args.timeout)
-    try:
-        dtype = args.dtype or ("auto" if device.type == "cuda" else "float32")
+    dtype = args.dtype or ("auto" if device.type == "cuda" else "float32")
+    with broken(f"the model in {args.model} cannot be loaded"):
         model = AutoModelForCausalLM.from_pretrained(
             args.model, dtype=dtype, device_map=device, trust_remote_code=False
         ).eval()
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UsageError(f"the model in {args.model} cannot be loaded: {reason}") from error
     return ModelReader(model, tokens, args.chunk, args.batch)
 
 

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from .. import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 from ..graph_kimi_k3 import CapturedForward, can_capture
+from ..runs_kimi_k3 import keeping
 from .memory import PeakMemory
 from .report import BLUE, ORANGE, length_axis, panels_of
 from .run import Results, short_length, versions
@@ -69,6 +70,12 @@ def measure(config: KimiK3TextConfig, plan: CostPlan, folder: Path, device: torc
         "versions": versions(),
     }
     results = Results(folder / "cost.jsonl", identity, ("length", "attention"))
+    with keeping(results.kept):
+        _measure_missing(config, plan, results, device, dtype)
+    return sorted(results.lines, key=lambda line: (line["length"], line["attention"] != HYBRID))
+
+
+def _measure_missing(config, plan, results, device, dtype):
     todo = [length for length in sorted(plan.lengths) if (length, FULL) not in results.done]
     if todo:
         configs = {HYBRID: config, FULL: full_attention(config)}
@@ -77,7 +84,6 @@ def measure(config: KimiK3TextConfig, plan: CostPlan, folder: Path, device: torc
     for length in tqdm(todo, desc="cost", unit="length"):
         lines = [{**line, "rows": plan.rows} for line in _both(models, plan, length)]
         results.append([line for line in lines if results.key(line) not in results.done])
-    return sorted(results.lines, key=lambda line: (line["length"], line["attention"] != HYBRID))
 
 
 @torch.no_grad()

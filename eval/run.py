@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..files_kimi_k3 import DamagedFile, load_record, save_record, sealed, unsealed, written_whole
+from ..runs_kimi_k3 import keeping
 from .haystack import Haystack
 from .sizing import EvalError, Prompt, Tokens
 from .suite import TASKS, Unit
@@ -143,6 +144,13 @@ class Results:
     def key(self, line: dict) -> tuple:
         return tuple(line[name] for name in self._key)
 
+    def kept(self) -> str:
+        """What a run that ends here leaves, and how to go on."""
+        return f"{self.file} keeps {self._way_on()}"
+
+    def _way_on(self) -> str:
+        return f"{len(self.lines)} results, and the same command goes on from there"
+
     def append(self, lines: list[dict]) -> None:
         """Write lines at once and to the disk, each with the identity and a checksum.
 
@@ -157,8 +165,7 @@ class Results:
                 os.fsync(file.fileno())
         except OSError as error:
             raise EvalError(
-                f"{self.file} cannot be written any more ({error.strerror}): it keeps {len(self.lines)} results, and "
-                "the same command goes on from there"
+                f"{self.file} cannot be written any more ({error.strerror}): it keeps {self._way_on()}"
             ) from error
         self.lines += lines
         self.done |= {self.key(line) for line in lines}
@@ -220,9 +227,16 @@ def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Pat
     """
     identity = identity_of(reader, tokens, haystack, plan.seed)
     results = Results(folder / RESULTS, identity, (*_UNIT, "question"))
+    _answer_all(reader, tokens, haystack, plan, results)
+    places = {astuple(unit): place for place, unit in enumerate(plan.units())}
+    lines = [line for line in results.lines if results.key(line)[:-1] in places]
+    return sorted(lines, key=lambda line: (places[results.key(line)[:-1]], line["question"]))
+
+
+def _answer_all(reader, tokens, haystack, plan, results):
     units = plan.units()
     bar = tqdm(total=sum(unit.length for unit in units), desc="eval", unit="tok", unit_scale=True, mininterval=1.0)
-    with bar, contextlib.ExitStack() as stack:
+    with keeping(results.kept), bar, contextlib.ExitStack() as stack:
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
         stack.callback(pool.shutdown, cancel_futures=True)
         texts = _texts_ahead(units, plan.seed, haystack, tokens, results, pool, bar)
@@ -235,9 +249,6 @@ def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Pat
                 for text, *asked in zip(batch, prompts, answers, strict=True):
                     results.append([_line(text.unit, *each) for each in zip(text.missing, *asked, strict=True)])
                     bar.update(length)
-    places = {astuple(unit): place for place, unit in enumerate(units)}
-    lines = [line for line in results.lines if results.key(line)[:-1] in places]
-    return sorted(lines, key=lambda line: (places[results.key(line)[:-1]], line["question"]))
 
 
 class _Text(NamedTuple):

@@ -1,6 +1,7 @@
 """`kimi-k3 replay`, `serve` and `cache`: arguments, and what is run and printed."""
 
 import argparse
+import contextlib
 import math
 import tempfile
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..cli.common import (
     number,
     read_config,
 )
+from ..runs_kimi_k3 import keeping
 
 # --- kimi-k3 cache ---------------------------------------------------------------------------------------------------
 
@@ -109,7 +111,8 @@ def run_replay(args: argparse.Namespace) -> None:
         if args.disk_bytes:
             tiers[f"the same and {report.scaled(args.disk_bytes, 'B')} of SSD"] = (args.host_bytes, args.disk_bytes)
         options = {"minutes": args.minutes, "write_through": args.write_through}
-        simulated = curves.simulate(cost, node, sessions, args.concurrency, tiers, **options)
+        with keeping("a simulation is shown when all of it is done"):
+            simulated = curves.simulate(cost, node, sessions, args.concurrency, tiers, **options)
     print(curves.simulated_table(simulated), end="")
     if args.picture is not None:
         title = f"{cost.name} on {args.gpus} x {args.gpu}, simulated"
@@ -131,12 +134,21 @@ def replay_model(args: argparse.Namespace, sessions: list) -> None:
         )
     model = load_model(args.model, device)
     results = []
-    for concurrency in args.concurrency:
-        with tempfile.TemporaryDirectory() as folder:
-            budgets = args.device_bytes, args.host_bytes, folder if args.disk_bytes else None, args.disk_bytes
-            cache = PrefixCache(model, *budgets, block=16, every=512, write_through=args.write_through)
-            results.append(replay.replay(cache, sessions, concurrency, args.turns))
-            cache.close()
+
+    def finished():
+        if not results:
+            return "nothing was finished"
+        print(replay.replayed_table(results), end="")
+        others = args.concurrency[len(results) :]
+        return f"the table has what was finished; to go on, ask for --concurrency {' '.join(map(str, others))}"
+
+    with keeping(finished):
+        for concurrency in args.concurrency:
+            with tempfile.TemporaryDirectory() as folder:
+                budgets = args.device_bytes, args.host_bytes, folder if args.disk_bytes else None, args.disk_bytes
+                cache = PrefixCache(model, *budgets, block=16, every=512, write_through=args.write_through)
+                with contextlib.closing(cache):
+                    results.append(replay.replay(cache, sessions, concurrency, args.turns))
     print(replay.replayed_table(results), end="")
 
 

@@ -1,5 +1,6 @@
 """How tests wait: for what they wait for, never for a time in which it should have happened."""
 
+import functools
 import signal
 import subprocess
 import sys
@@ -25,6 +26,20 @@ def until(happened: Callable[[], object]) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"nothing happened within {PATIENCE} seconds")
         time.sleep(0.01)
+
+
+def sending(number: int, function: Callable, call: int = 1) -> Callable:
+    """The function, which sends this process a signal when it is called for the `call`-th time."""
+    calls = []
+
+    @functools.wraps(function)
+    def sends(*args, **options):
+        calls.append(1)
+        if len(calls) == call:
+            signal.raise_signal(number)
+        return function(*args, **options)
+
+    return sends
 
 
 def work_for(seconds: float | None, spent: Path, function: Callable, *args, **kwargs) -> None:

@@ -33,6 +33,7 @@ TIERS = "serving/test_tiers.py"
 ODD_FOLDERS = "serving/test_odd_folders.py"
 PRIVACY = "serving/test_privacy.py"
 SERVER = "serving/test_server.py"
+ONE_LINE = "project/test_one_line.py"
 COST = "costs/test_cost.py"
 REPLAY = "costs/test_replay.py"
 TEXT_RUNS = "training/test_text_training.py"
@@ -43,7 +44,7 @@ BROKEN_OFF = "cache/test_broken_off.py"
 
 TESTS = {
     "__init__.py": ("project/test_imports.py", CONFIGURATION, "model/test_remote_code.py"),
-    "__main__.py": ("project/test_imports.py", CLI),
+    "__main__.py": ("project/test_imports.py", CLI, ONE_LINE),
     "cache_kimi_k3.py": (
         SNAPSHOTS, BROKEN_OFF, GENERATION, STATIC, ROLLBACK, "model/test_devices.py", "cache/test_damaged_cache.py",
         MATRIX,
@@ -79,10 +80,11 @@ TESTS = {
     ),
     "remote_code_kimi_k3.py": ("model/test_remote_code.py", CONVERSION),
     "rollback_kimi_k3.py": (ROLLBACK, SNAPSHOTS, PREFIX),
+    "runs_kimi_k3.py": (TEXT_RUNS, EVAL, RESUME, ONE_LINE),
     "vision_kimi_k3.py": (CHECKPOINT, CONVERSION, INITIALISATION),
     "cli/__init__.py": (CLI,),
-    "cli/common.py": (CLI,),
-    "cli/generate.py": (CLI,),
+    "cli/common.py": (CLI, ONE_LINE, TEXT_RUNS),
+    "cli/generate.py": (CLI, ONE_LINE),
     "conversion/__init__.py": (CONVERSION,),
     "conversion/adapters.py": ("conversion/test_conversion_adapters.py",),
     "conversion/commands.py": (CONVERSION, RESUME),
@@ -153,7 +155,7 @@ TESTS = {
     "parallel/sharding.py": ("parallel/test_sharding.py",),
     "parallel/wire.py": (TENSOR_PARALLEL, CUT_ROWS),
     "serving/__init__.py": (SERVER,),
-    "serving/commands.py": ("serving/test_cache_commands.py", SERVER),
+    "serving/commands.py": ("serving/test_cache_commands.py", SERVER, ONE_LINE),
     "serving/engine.py": (SERVER,),
     "serving/prefix_cache.py": (PREFIX, SERVER),
     "serving/prefix_folder.py": ("serving/test_cache_commands.py", ODD_FOLDERS, PREFIX),

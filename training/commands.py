@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from .. import KimiK3ForCausalLM
+from .. import KimiK3ForCausalLM, KimiK3TextConfig
 from ..cli.common import (
     UsageError,
     add_seed,
@@ -18,6 +18,7 @@ from ..cli.common import (
     number,
     read_config,
 )
+from ..runs_kimi_k3 import keeping
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +52,18 @@ def run_train(args: argparse.Namespace) -> None:
     if args.context > limit:
         raise UsageError(f"--context {args.context} is more than the model's max_position_embeddings, {limit}")
     tokenizer = load_tokenizer(args.model)
+    files = [str(file) for file in args.data]
+    run = TextRun(files, args.steps, args.context, args.rows, args.rate, args.seed, args.split_long)
+    with explained(DataError, FloatingPointError):
+        with keeping(f"{args.out} is as it was, and the same command goes on from there"):
+            model = trained_model(args, config, device)
+            training = TextTraining(model, tokenizer, run, args.out, args.save_every)
+        with keeping(training.kept):
+            training.train()
+
+
+def trained_model(args: argparse.Namespace, config: KimiK3TextConfig, device: torch.device) -> KimiK3ForCausalLM:
+    """The model that a run begins with, in float32."""
     torch.manual_seed(args.seed)
     if args.from_scratch:
         config.expert_quantization = None
@@ -60,10 +73,7 @@ def run_train(args: argparse.Namespace) -> None:
         model = load_model(args.model, device, "float32", dequantize=packed)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    files = [str(file) for file in args.data]
-    run = TextRun(files, args.steps, args.context, args.rows, args.rate, args.seed, args.split_long)
-    with explained(DataError, FloatingPointError):
-        TextTraining(model, tokenizer, run, args.out, args.save_every).train()
+    return model
 
 
 # name: (help, declares the arguments, runs)

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from .. import KimiK3ForCausalLM
 from ..files_kimi_k3 import DamagedFile, load_state, save_state
 from ..kernels.cross_entropy import IGNORED, chunked_cross_entropy
+from ..runs_kimi_k3 import postponed_stop
 from .balancing import QuantileBalancer
 from .muon import PerHeadMuon, QKClip, muon_groups
 from .text_data import DataError, PackedRows
@@ -81,7 +82,7 @@ class TextTraining:
         except ValueError as error:  # a kind of routing that cannot be balanced
             raise DataError(str(error)) from error
         self.clip = QKClip(model) if "full_attention" in model.config.layer_types else None
-        self.step = self.tokens = 0
+        self.step = self.tokens = self.saved_step = 0
         self.state_file, self.log_file = folder / "state.pt", folder / "metrics.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         self._load()
@@ -89,23 +90,33 @@ class TextTraining:
         lines = self.log_file.read_bytes().split(b"\n")[: self.step] if self.log_file.exists() else []
         self.log_file.write_bytes(b"".join(line + b"\n" for line in lines))
 
+    def kept(self) -> str:
+        """What an interruption leaves, and how to go on."""
+        saved = f"{self.folder} keeps the state after step {self.saved_step} of {self.run.steps}"
+        return f"{saved if self.saved_step else 'no step was saved yet'}, and the same command goes on from there"
+
     def train(self) -> None:
         """Do the remaining steps, then save the model.
 
         Raises:
             FloatingPointError: for a loss or gradient that is not finite; the last saved state stays as it is.
+            KeyboardInterrupt: after Ctrl-C or SIGTERM, once the step under way is done and its state is saved; at once
+                after a second one, which leaves the last saved state.
         """
         self.model.train()
         bar = tqdm(total=self.run.steps, initial=self.step, desc="train", unit="step", mininterval=1.0)
-        with bar, self.log_file.open("a") as log:
+        notice = "the state is saved behind this step; Ctrl-C again stops at once"
+        with bar, self.log_file.open("a") as log, postponed_stop(notice) as stops:
             while self.step < self.run.steps:
                 metrics = self._one_step()
                 log.write(json.dumps(metrics) + "\n")
                 log.flush()
                 bar.update()
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", refresh=False)
-                if self.step % self.save_every == 0 or self.step == self.run.steps:
+                if self.step % self.save_every == 0 or self.step == self.run.steps or stops:
                     self._save()
+                if stops:
+                    raise stops[0]
         self.model.save_pretrained(self.folder / "model")
         self.tokenizer.save_pretrained(self.folder / "model")
         draw_curve(self.log_file, self.folder / "curve.png")
@@ -153,6 +164,7 @@ class TextTraining:
             "tokens": self.tokens,
         }
         save_state(state, self.state_file)
+        self.saved_step = self.step
 
     def _load(self):
         try:
@@ -171,6 +183,7 @@ class TextTraining:
         self.optimizer.load_state_dict(state["optimizer"])
         self.data.load_state_dict(state["data"])
         self.step, self.tokens = state["step"], state["tokens"]
+        self.saved_step = self.step
 
 
 def draw_curve(log: Path, picture: Path) -> None:

@@ -478,7 +478,7 @@ def test_interruptions_and_refusals_of_the_system_are_one_sentence(
     monkeypatch.setattr("kimi_k3.conversion.source.read_header", fail)
     golden = str(data_dir / "kimi_linear_flat")
     arguments = {"convert": [golden, str(tmp_path / "new")], "verify": [golden, golden], "inspect": [golden]}
-    assert main([command, *arguments[command]]) == 2
+    assert main([command, *arguments[command]]) == (130 if isinstance(event, KeyboardInterrupt) else 2)
     sentence = "interrupted" if isinstance(event, KeyboardInterrupt) else "shard: Permission denied"
     way_on = "; the same command continues where this one ended" if command == "convert" else ""
     assert capsys.readouterr().err == f"kimi-k3 {command}: {sentence}{way_on}\n"

@@ -10,28 +10,19 @@ import sys
 import datasets
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import tiny
+from byte_model import byte_tokenizer
 from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig, files_kimi_k3
 from kimi_k3 import __main__ as cli
 from kimi_k3.kernels.cross_entropy import chunked_cross_entropy
 from kimi_k3.training import text_run
 from kimi_k3.training.text_data import DataError, PackedRows
-from waiting import until
+from waiting import sending, until
 
 WORDS = "the cat sat on a mat and the dog ran to the big red barn by the old mill".split()
 VOCABULARY = 257
 END_OF_TEXT = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
-
-
-def byte_tokenizer():
-    alphabet = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
 def document(seed, words=6):
@@ -339,3 +330,41 @@ def test_a_damaged_state_or_a_file_for_a_folder_is_one_sentence(checkpoint, data
 def test_a_run_of_other_settings_is_not_continued(finished, checkpoint, data, capsys):
     argv = arguments(checkpoint, data / "text.jsonl", finished, "--steps", "40", "--from-scratch")
     assert "steps was 30, is 40" in refusal(capsys, *argv)
+
+
+# --- stopped runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.one_release
+def test_a_stopped_run_saves_first_and_continues_on_the_same_curve(
+    finished, checkpoint, data, tmp_path, monkeypatch, capfd
+):
+    """Wherever in a step the signal comes: the step is finished, and its state is saved."""
+    run = tmp_path / "run"
+    more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--save-every", "20"]
+    argv = arguments(checkpoint, data / "text.jsonl", run, *more)
+    for number, code, step, owner, name, call in (
+        (signal.SIGINT, 130, 3, text_run, "chunked_cross_entropy", 5),
+        (signal.SIGTERM, 143, 9, text_run.PerHeadMuon, "step", 6),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, sending(number, getattr(owner, name), call))
+            assert cli.main(argv) == code
+        lines = capfd.readouterr().err.splitlines()
+        assert any("the state is saved behind this step" in line for line in lines)
+        kept = f"{run} keeps the state after step {step} of 30, and the same command goes on from there"
+        assert lines[-1] == f"kimi-k3 train: interrupted; {kept}"
+        assert torch.load(run / "state.pt", weights_only=True)["step"] == step == len(losses(run))
+    assert cli.main(argv) == 0
+    assert losses(run) == losses(finished)
+
+
+@pytest.mark.one_release
+def test_a_second_signal_stops_a_run_at_once(checkpoint, data, tmp_path, monkeypatch, capfd):
+    run = tmp_path / "run"
+    argv = arguments(checkpoint, data / "text.jsonl", run, "--steps", "9", "--save-every", "2")
+    twice = sending(signal.SIGINT, sending(signal.SIGTERM, text_run.chunked_cross_entropy, 7), 7)  # in the fourth step
+    monkeypatch.setattr(text_run, "chunked_cross_entropy", twice)
+    assert cli.main(argv) == 143
+    assert "interrupted; " + f"{run} keeps the state after step 2 of 9" in capfd.readouterr().err.splitlines()[-1]
+    assert torch.load(run / "state.pt", weights_only=True)["step"] == 2
