@@ -1,10 +1,39 @@
-"""What runs of hours need of the system: an end that says what is kept."""
+"""What runs of hours need of the system: one process at a time in their folder, and an end that says what is kept."""
 
 import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+
+def lock(folder: Path, error: type[Exception]) -> IO[str]:
+    """A file that keeps other processes out of `folder`, which is made if need be, until it is closed or this process
+    ends in whatever way.
+
+    Args:
+        error: raised, with one sentence, while another process works there, and for a folder that cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("w")
+    except OSError as reason:
+        raise error(f"{folder} cannot be written: {reason.strerror}") from reason
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows, which has none
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as reason:
+        file.close()
+        raise error(f"another process is working in {folder}: wait for it, or choose another folder") from reason
+    except OSError:  # a file system without locks
+        pass
+    return file
+
 
 # --- Ctrl-C and SIGTERM ----------------------------------------------------------------------------------------------
 

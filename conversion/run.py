@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from ..files_kimi_k3 import DamagedFile, file_digest, load_record, save_record, sync
+from ..runs_kimi_k3 import lock
 from .plan import Plan, Shard, Target, make_plan
 from .source import INDEX, Checkpoint, ConversionError, open_checkpoint
 from .steps import carry_out
@@ -74,7 +75,7 @@ def convert(
 
     files = work / "files"
     files.mkdir(parents=True, exist_ok=True)
-    with _only_one(work):
+    with lock(work, ConversionError):
         save_record(state, work / "state.json")
         unusable: list[str] = []
         bar = tqdm(total=plan.total_size, unit="B", unit_scale=True, disable=not progress)
@@ -162,19 +163,6 @@ def _check_space(work, destination, plan, size):
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ConversionError(f"{place} has {free:,} bytes free, and {needed:,} are needed")
-
-
-@contextlib.contextmanager
-def _only_one(work):
-    """The work folder for this process alone; the lock goes with the process, whatever ends it."""
-    import fcntl  # not on Windows, where the other commands work
-
-    with (work / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConversionError(f"another process is working in {work}") from error
-        yield
 
 
 # --- shards ----------------------------------------------------------------------------------------------------------

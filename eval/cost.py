@@ -16,10 +16,11 @@ from tqdm import tqdm
 
 from .. import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
 from ..graph_kimi_k3 import CapturedForward, can_capture
-from ..runs_kimi_k3 import keeping
+from ..runs_kimi_k3 import keeping, lock
 from .memory import PeakMemory
 from .report import BLUE, ORANGE, length_axis, panels_of
 from .run import Results, short_length, versions
+from .sizing import EvalError
 
 HYBRID, FULL = "hybrid", "full attention"
 # Seconds. The first prefill of a length may compile a kernel, which must not be counted: shorter prefills run twice,
@@ -69,9 +70,10 @@ def measure(config: KimiK3TextConfig, plan: CostPlan, folder: Path, device: torc
         "machine": machine,
         "versions": versions(),
     }
-    results = Results(folder / "cost.jsonl", identity, ("length", "attention"))
-    with keeping(results.kept):
-        _measure_missing(config, plan, results, device, dtype)
+    with lock(folder, EvalError):
+        results = Results(folder / "cost.jsonl", identity, ("length", "attention"))
+        with keeping(results.kept):
+            _measure_missing(config, plan, results, device, dtype)
     return sorted(results.lines, key=lambda line: (line["length"], line["attention"] != HYBRID))
 
 

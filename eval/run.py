@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..files_kimi_k3 import DamagedFile, load_record, save_record, sealed, unsealed, written_whole
-from ..runs_kimi_k3 import keeping
+from ..runs_kimi_k3 import keeping, lock
 from .haystack import Haystack
 from .sizing import EvalError, Prompt, Tokens
 from .suite import TASKS, Unit
@@ -135,11 +135,14 @@ class Results:
             other = [f"{name} {line.get(name)}" for name in identity if line.get(name) != identity[name]]
             if other:
                 raise EvalError(f"{file.parent} holds results of another run ({', '.join(other)}): choose a new folder")
+        counted = collections.Counter(map(self.key, self.lines))
+        if twice := [key for key, times in counted.items() if times > 1]:
+            raise EvalError(f"{file} holds {twice[0]} more than once: two processes wrote it, so choose a new folder")
         if len(kept) < len(written):
             logger.warning("%s: %d damaged lines are taken out and asked again", file, len(written) - len(kept))
             with written_whole(file) as aside:
                 aside.write_bytes(b"".join(kept))
-        self.done = {self.key(line) for line in self.lines}
+        self.done = set(counted)
 
     def key(self, line: dict) -> tuple:
         return tuple(line[name] for name in self._key)
@@ -226,8 +229,9 @@ def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Pat
             cannot do a length (`Plan.check` tells this in advance). The answers until then are in the folder.
     """
     identity = identity_of(reader, tokens, haystack, plan.seed)
-    results = Results(folder / RESULTS, identity, (*_UNIT, "question"))
-    _answer_all(reader, tokens, haystack, plan, results)
+    with lock(folder, EvalError):
+        results = Results(folder / RESULTS, identity, (*_UNIT, "question"))
+        _answer_all(reader, tokens, haystack, plan, results)
     places = {astuple(unit): place for place, unit in enumerate(plan.units())}
     lines = [line for line in results.lines if results.key(line)[:-1] in places]
     return sorted(lines, key=lambda line: (places[results.key(line)[:-1]], line["question"]))

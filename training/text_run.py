@@ -23,7 +23,7 @@ from tqdm import tqdm
 from .. import KimiK3ForCausalLM
 from ..files_kimi_k3 import DamagedFile, load_state, save_state
 from ..kernels.cross_entropy import IGNORED, chunked_cross_entropy
-from ..runs_kimi_k3 import postponed_stop
+from ..runs_kimi_k3 import lock, postponed_stop
 from .balancing import QuantileBalancer
 from .muon import PerHeadMuon, QKClip, muon_groups
 from .text_data import DataError, PackedRows
@@ -84,11 +84,10 @@ class TextTraining:
         self.clip = QKClip(model) if "full_attention" in model.config.layer_types else None
         self.step = self.tokens = self.saved_step = 0
         self.state_file, self.log_file = folder / "state.pt", folder / "metrics.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = lock(folder, DataError)  # until `train` has returned, or nobody holds this object
         self._load()
         # Steps after the saved state will write their lines again; the kill may have cut off the last line.
-        lines = self.log_file.read_bytes().split(b"\n")[: self.step] if self.log_file.exists() else []
-        self.log_file.write_bytes(b"".join(line + b"\n" for line in lines))
+        self.log_file.write_bytes(b"".join(_lines_until(self.log_file, self.step)))
 
     def kept(self) -> str:
         """What an interruption leaves, and how to go on."""
@@ -106,7 +105,7 @@ class TextTraining:
         self.model.train()
         bar = tqdm(total=self.run.steps, initial=self.step, desc="train", unit="step", mininterval=1.0)
         notice = "the state is saved behind this step; Ctrl-C again stops at once"
-        with bar, self.log_file.open("a") as log, postponed_stop(notice) as stops:
+        with self._lock, bar, self.log_file.open("a") as log, postponed_stop(notice) as stops:
             while self.step < self.run.steps:
                 metrics = self._one_step()
                 log.write(json.dumps(metrics) + "\n")
@@ -184,6 +183,22 @@ class TextTraining:
         self.data.load_state_dict(state["data"])
         self.step, self.tokens = state["step"], state["tokens"]
         self.saved_step = self.step
+
+
+def _lines_until(log: Path, step: int) -> list[bytes]:
+    """The whole lines of a log, up to that of a step.
+
+    Raises:
+        DataError: for a log in which two runs have written.
+    """
+    numbers, lines = [], []
+    for line in log.read_bytes().splitlines() if log.exists() else []:
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # cut off by a kill, or damaged
+            numbers.append(int(json.loads(line)["step"]))
+            lines.append(line + b"\n")
+    if len(numbers) > (last := max(numbers, default=0)):
+        raise DataError(f"{log} has {len(numbers)} lines of {last} steps: two runs have written it, so move it away")
+    return [line for number, line in zip(numbers, lines, strict=True) if number <= step]
 
 
 def draw_curve(log: Path, picture: Path) -> None:

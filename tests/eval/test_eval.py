@@ -41,6 +41,7 @@ from kimi_k3.eval import (
 from kimi_k3.eval.reader import rows_at_once
 from kimi_k3.eval.suite import Unit, answer_room
 from kimi_k3.files_kimi_k3 import unsealed
+from kimi_k3.runs_kimi_k3 import lock
 from waiting import PATIENCE
 
 SMALL = Path(kimi_k3.__file__).parent / "checkpoints" / "small"
@@ -290,6 +291,21 @@ def test_nothing_is_asked_twice_and_more_may_be_asked(uninterrupted, tmp_path):
     lines = evaluate(again, LETTERS, NOISE, more, tmp_path / "run")
     assert {line["length"] for line in lines} == {1024, 1536}
     assert results(tmp_path / "run").startswith(results(uninterrupted))
+
+
+@pytest.mark.one_release
+def test_two_processes_do_not_work_in_one_folder(uninterrupted, tmp_path):
+    """Nor is a file continued that two have written."""
+    reader = Oracle()
+    with lock(tmp_path, EvalError), pytest.raises(EvalError, match="another process is working in"):
+        evaluate(reader, LETTERS, NOISE, PLAN, tmp_path)
+    assert reader.calls == 0 and {file.name for file in tmp_path.iterdir()} == {"lock"}
+    first, rest = results(uninterrupted).split(b"\n", 1)
+    twice = first + b"\n" + first + b"\n" + rest
+    (tmp_path / "results.jsonl").write_bytes(twice)
+    with pytest.raises(EvalError, match="more than once: two processes wrote it"):
+        evaluate(reader, LETTERS, NOISE, PLAN, tmp_path)
+    assert results(tmp_path) == twice
 
 
 def test_another_model_seed_or_haystack_is_not_mixed_in(uninterrupted):

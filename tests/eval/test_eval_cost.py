@@ -12,6 +12,7 @@ from kimi_k3.eval.cost import FULL, HYBRID, CostPlan, _static, full_attention, m
 from kimi_k3.eval.memory import PeakMemory
 from kimi_k3.eval.run import write_memory
 from kimi_k3.files_kimi_k3 import load_record
+from kimi_k3.runs_kimi_k3 import lock
 
 pytestmark = pytest.mark.one_release
 
@@ -46,6 +47,8 @@ def test_bytes_are_those_of_the_layers_and_a_finished_run_is_not_measured_again(
     written = (tmp_path / "cost.jsonl").read_bytes()
     assert measure(config, PLAN, tmp_path, torch.device("cpu"), torch.float32) == lines
     assert (tmp_path / "cost.jsonl").read_bytes() == written
+    with lock(tmp_path, EvalError), pytest.raises(EvalError, match="another process is working in"):
+        measure(config, PLAN, tmp_path, torch.device("cpu"), torch.float32)
     with pytest.raises(EvalError, match="holds results of another run"):
         measure(config, CostPlan((96,), rows=1), tmp_path, torch.device("cpu"), torch.float32)
 

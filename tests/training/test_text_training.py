@@ -16,6 +16,7 @@ from byte_model import byte_tokenizer
 from kimi_k3 import KimiK3ForCausalLM, KimiK3TextConfig, files_kimi_k3
 from kimi_k3 import __main__ as cli
 from kimi_k3.kernels.cross_entropy import chunked_cross_entropy
+from kimi_k3.runs_kimi_k3 import lock
 from kimi_k3.training import text_run
 from kimi_k3.training.text_data import DataError, PackedRows
 from waiting import sending, until
@@ -368,3 +369,21 @@ def test_a_second_signal_stops_a_run_at_once(checkpoint, data, tmp_path, monkeyp
     assert cli.main(argv) == 143
     assert "interrupted; " + f"{run} keeps the state after step 2 of 9" in capfd.readouterr().err.splitlines()[-1]
     assert torch.load(run / "state.pt", weights_only=True)["step"] == 2
+
+
+@pytest.mark.one_release
+def test_two_processes_do_not_work_in_one_folder(checkpoint, data, tmp_path, capsys):
+    """Nor is a run continued in whose log two have written."""
+    run = tmp_path / "run"
+    argv = arguments(checkpoint, data / "text.jsonl", run, "--steps", "2")
+    with lock(run, DataError):
+        assert f"another process is working in {run}" in refusal(capsys, *argv)
+    assert [file.name for file in run.iterdir()] == ["lock"]
+    assert cli.main(argv) == 0
+    log = run / "metrics.jsonl"
+    first, second = log.read_text().splitlines(keepends=True)
+    log.write_text(first + first + second)
+    assert "has 3 lines of 2 steps: two runs have written it" in refusal(capsys, *argv)
+    assert log.read_text() == first + first + second
+    log.write_text(first + second + '{"step"')
+    assert cli.main(argv) == 0 and log.read_text() == first + second
