@@ -148,6 +148,7 @@ def speed(phase: str, tokens: int, seconds: float) -> str:
 # --- kimi-k3 generate ------------------------------------------------------------------------------------------------
 
 
+LEAST_TEMPERATURE = 1e-6  # by which the largest logits of a model can be divided and stay finite
 _not_negative = number(float, lambda t: 0 <= t < float("inf"), "must be a number of at least 0")
 _probability = number(float, lambda p: 0 < p <= 1, "must be a number above 0 and at most 1")
 
@@ -188,6 +189,8 @@ def run_generate(args: argparse.Namespace) -> None:
     """Stream a continuation to stdout and its cost to stderr."""
     if args.top_p < 1 and args.temperature == 0:
         raise UsageError("--top-p needs a --temperature above 0: greedy decoding does not sample")
+    if 0 < args.temperature < LEAST_TEMPERATURE:
+        raise UsageError(f"--temperature must be 0, which is greedy, or at least {LEAST_TEMPERATURE:g}")
     prompt = read_prompt(args)
     device = choose_device(args.device)
     config = read_config(args.model)

@@ -172,6 +172,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=at_least_one, default=4096, metavar="N", help="default: %(default)s")
     add("--max-seconds", type=at_least_one, default=300, metavar="N", help="a request may take")
     add("--max-waiting", type=at_least_one, default=256, metavar="N", help="requests that may wait")
+    add("--max-connections", type=at_least_one, default=512, metavar="N", help="that may be open at once")
 
 
 def run_serve(args: argparse.Namespace) -> None:
@@ -180,6 +181,7 @@ def run_serve(args: argparse.Namespace) -> None:
         import uvicorn
 
         from . import server
+        from .connections import uvicorn_options
         from .prefix_cache import PrefixCache
     device = choose_device(args.device)
     config = read_config(args.model)
@@ -191,10 +193,12 @@ def run_serve(args: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         raise UsageError(f"the prefix cache cannot be made: {error}") from error
     most_tokens = args.max_prompt_tokens or config.max_position_embeddings
-    limits = server.Limits(most_tokens, args.max_new_tokens, args.max_seconds, args.max_waiting)
+    open_at_once = server.ConnectionLimits(args.max_connections)
+    limits = server.Limits(
+        most_tokens, args.max_new_tokens, args.max_seconds, args.max_waiting, connections=open_at_once
+    )
     app = server.build_app(cache, tokenizer, args.model.resolve().name, limits)
-    options = {"log_level": "warning", "timeout_graceful_shutdown": int(limits.stop_seconds)}
-    uvicorn.run(app, host=args.host, port=args.port, **options)
+    uvicorn.run(app, host=args.host, port=args.port, **uvicorn_options(open_at_once, limits.stop_seconds))
 
 
 # name: (help, declares the arguments, runs)

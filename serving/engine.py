@@ -1,8 +1,8 @@
 """One thread that generates, a queue before it: requests run one after another through the prefix cache."""
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -81,27 +81,32 @@ class Engine:
     """Runs jobs in the order in which they came.
 
     Args:
-        max_waiting: jobs that may wait; another one raises `EngineFull`.
+        max_waiting: jobs that may wait; another one raises `EngineFull`. Those that nobody listens to are dropped.
     """
 
     def __init__(self, cache: PrefixCache, tokenizer, max_waiting: int):
         self.cache, self.tokenizer = cache, tokenizer
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
-        self._max_waiting = max_waiting
-        self._stopping, self._aborting = threading.Event(), threading.Event()
+        self._jobs: deque[Job] = deque()
+        self._max_waiting, self._stopping = max_waiting, False
+        self._changed = threading.Condition()  # guards the three
+        self._aborting = threading.Event()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        if self._stopping.is_set():
-            raise EngineFull("the server is shutting down")
-        if self._jobs.qsize() >= self._max_waiting:
-            raise EngineFull(f"{self._max_waiting} requests are waiting already: try again later")
-        self._jobs.put(job)
+        with self._changed:
+            if self._stopping:
+                raise EngineFull("the server is shutting down")
+            self._jobs = deque(waiting for waiting in self._jobs if not waiting.cancelled.is_set())
+            if len(self._jobs) >= self._max_waiting:
+                raise EngineFull(f"{self._max_waiting} requests are waiting already: try again later")
+            self._jobs.append(job)
+            self._changed.notify()
 
     @property
     def waiting(self) -> int:
-        return self._jobs.qsize()
+        with self._changed:
+            return sum(not job.cancelled.is_set() for job in self._jobs)
 
     @property
     def alive(self) -> bool:
@@ -109,15 +114,21 @@ class Engine:
 
     def stop(self, seconds: float) -> None:
         """Take no more jobs, finish those at hand within `seconds`, break off the rest, write the prefixes."""
-        self._stopping.set()
-        self._jobs.put(None)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
         self._thread.join(seconds)
         self._aborting.set()
         self._thread.join()
         self.cache.close()
 
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._stopping)
+            return self._jobs.popleft() if self._jobs else None
+
     def _work(self):
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             try:
                 if self._aborting.is_set():
                     raise EngineFull("the server is shutting down")

@@ -41,6 +41,7 @@ RECIPE = "recipes/test_small.py"
 CUT_ROWS = "parallel/test_context_parallel.py"
 TENSOR_PARALLEL = "parallel/test_tensor_parallel.py"
 BROKEN_OFF = "cache/test_broken_off.py"
+CLIENTS = "serving/test_clients.py"
 
 TESTS = {
     "__init__.py": ("project/test_imports.py", CONFIGURATION, "model/test_remote_code.py"),
@@ -156,12 +157,12 @@ TESTS = {
     "parallel/wire.py": (TENSOR_PARALLEL, CUT_ROWS),
     "serving/__init__.py": (SERVER,),
     "serving/commands.py": ("serving/test_cache_commands.py", SERVER, ONE_LINE),
-    "serving/engine.py": (SERVER,),
+    "serving/engine.py": (SERVER, CLIENTS),
     "serving/prefix_cache.py": (PREFIX, SERVER),
     "serving/prefix_folder.py": ("serving/test_cache_commands.py", ODD_FOLDERS, PREFIX),
     "serving/prefix_index.py": (PREFIX, PRIVACY),
     "serving/replay.py": (REPLAY,),
-    "serving/server.py": (SERVER,),
+    "serving/server.py": (SERVER, CLIENTS),
     "serving/tiers.py": (TIERS, ODD_FOLDERS, PRIVACY, PREFIX),
     "speculative/__init__.py": ("speculative/test_speculative.py",),
     "speculative/decoding.py": ("speculative/test_speculative.py",),
@@ -182,6 +183,8 @@ TESTS = {
     "recipes/small/model.py": (RECIPE, "model/test_small_checkpoint.py"),
     "recipes/small/tokenizer.py": (RECIPE,),
     "recipes/small/train.py": (RECIPE,),
+    "serving/connections.py": (CLIENTS,),
+    "serving/prompts.py": (CLIENTS, SERVER),
 }  # fmt: skip
 
 # Marked `quick`: file -> what is left out of it, a regular expression of names of tests ("" is nothing). The tests that
