@@ -102,6 +102,7 @@ _SIZES = {
 
 _LINEAR_ATTN_KEYS = set(_RELEASED_LINEAR_ATTN)
 _ACTIVATIONS = ("situ", "silu")
+_ROUTER_ACTIVATIONS = ("sigmoid", "softmax")
 
 
 _FLAGS = (
@@ -177,6 +178,9 @@ class KimiK3TextConfig(_FileConfig):
         routed_expert_hidden_size (`int`, *optional*): width of the latent that routed experts work in; None is the
             full width.
         num_experts (`int`, *optional*): routed experts in a MoE layer; None or 0 makes every layer dense.
+        moe_router_activation_func (`str`): what makes the scores of experts of the router's logits, `sigmoid` (each
+            expert alone) or `softmax` (over all experts); `moe_renormalize` and `routed_scaling_factor` make the
+            weights of the scores.
         first_k_dense_replace (`int`): number of leading layers that are dense.
         activation_situ_beta, activation_situ_linear_beta (`float`, *optional*): caps of SiTU-GLU on the gate and on the
             up branch. The first is required by `hidden_act="situ"`; None for the second leaves the up branch uncapped.
@@ -537,10 +541,10 @@ class KimiK3TextConfig(_FileConfig):
                 raise ValueError(
                     f"num_experts is {self.num_experts}, so {name} must be a positive integer, got {_shown(value)}"
                 )
-        if self.moe_router_activation_func != "sigmoid":
+        if self.moe_router_activation_func not in _ROUTER_ACTIVATIONS:
             raise ValueError(
-                f"moe_router_activation_func {_shown(self.moe_router_activation_func)} is not implemented; only "
-                "'sigmoid' is"
+                f"moe_router_activation_func {_shown(self.moe_router_activation_func)} is not known; use one of "
+                f"{', '.join(_ROUTER_ACTIVATIONS)}"
             )
         if self.topk_method != "noaux_tc":
             raise ValueError(f"topk_method {_shown(self.topk_method)} is not implemented; only 'noaux_tc' is")

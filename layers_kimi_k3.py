@@ -452,7 +452,7 @@ class KimiK3MLP(nn.Module):
 
 
 class KimiK3TopkRouter(nn.Module):
-    """Sigmoid router in float32. The selection bias decides which experts are chosen, never how they are weighted."""
+    """Router in float32. The selection bias decides which experts are chosen, never how they are weighted."""
 
     e_score_correction_bias: torch.Tensor
 
@@ -480,6 +480,7 @@ class KimiK3TopkRouter(nn.Module):
             config.moe_renormalize and top_k > 1,
             config.routed_scaling_factor,
             *groups,
+            activation=config.moe_router_activation_func,
         )
         return logits, chosen, weights
 

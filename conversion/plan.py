@@ -254,6 +254,8 @@ def _native_misfits(config, text: KimiK3TextConfig, target: Target) -> list[str]
         f"hidden_act {text.hidden_act!r}": text.hidden_act != "silu",
         "packed experts (--expert-dtype bf16 decodes them)": text.expert_quantization is not None,
         "experts without shared ones (num_shared_experts)": sparse and not text.num_shared_experts,
+        f"moe_router_activation_func {text.moe_router_activation_func!r}": sparse
+        and text.moe_router_activation_func != "sigmoid",
     }
     return [reason for reason, applies in misfits.items() if applies]
 

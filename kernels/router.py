@@ -1,11 +1,15 @@
 """Which experts a token goes to, and with what weights (torch reference and dispatch)."""
 
+import functools
+
 import torch
 
 from . import dispatch
 
 # The most experts that one program of the Triton kernel holds.
 MAX_EXPERTS = 4096
+# What makes scores of logits.
+ACTIVATIONS = {"sigmoid": torch.sigmoid, "softmax": functools.partial(torch.softmax, dim=-1)}
 
 
 def choose_experts(
@@ -16,8 +20,9 @@ def choose_experts(
     scaling: float,
     groups: int = 1,
     kept_groups: int = 1,
+    activation: str = "sigmoid",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sigmoid scores; the bias decides which experts are chosen, never how they are weighted (Kimi K3 report, p. 8).
+    """The bias decides which experts are chosen, never how they are weighted (Kimi K3 report, p. 8).
 
     Args:
         logits: [T, E] float32 or wider.
@@ -27,24 +32,26 @@ def choose_experts(
         scaling: of the weights.
         groups, kept_groups: number of groups that the experts are in, and of those that experts can be chosen from: the
             groups whose two best experts score highest together.
+        activation: of the logits, one of `ACTIVATIONS`.
 
     Returns:
         chosen [T, top_k] int64 in no fixed order, and their weights [T, top_k] in the dtype of the logits.
     """
     plain = groups == kept_groups and logits.dtype == torch.float32 and 0 < logits.shape[-1] <= MAX_EXPERTS
     if plain and dispatch.triton_refusal(logits, bias) is None and len(logits):
-        options = top_k, renormalize, scaling
+        options = top_k, activation, renormalize, scaling
         results = dispatch.run_differentiable(_forward, _backward, (logits, bias), options)
         if results is not None:
             return results
-    return _composed(logits, bias, top_k, renormalize, scaling, groups, kept_groups)
-
-
-def _composed(logits, bias, top_k, renormalize, scaling, groups, kept_groups):
-    scores = torch.sigmoid(logits)
+    scores = expert_scores(logits, activation)
     choice = _limit_groups(scores.detach() + bias.to(logits.dtype), groups, kept_groups)
     chosen = choice.topk(top_k, dim=-1, sorted=False).indices
     return chosen, _weigh(scores.gather(-1, chosen), renormalize, scaling)
+
+
+def expert_scores(logits: torch.Tensor, activation: str) -> torch.Tensor:
+    """Scores [T, E] of logits [T, E]: of each expert alone (`sigmoid`), or shares of the token (`softmax`)."""
+    return ACTIVATIONS[activation](logits)
 
 
 def _weigh(scores, renormalize, scaling):
@@ -71,16 +78,14 @@ def _forward(tensors, options, _):
 
 
 def _backward(tensors, kept, options, grads):
-    """Only the logits of chosen experts have a gradient."""
     from . import router_triton
 
-    (logits, _), (chosen,), (_, *numbers), (_, d_weights) = tensors, kept, options, grads
-    grad = dispatch.run_kernels(router_triton.backward, logits, chosen, d_weights, *numbers)
+    (logits, _), (chosen,), (_, activation, *numbers), (_, d_weights) = tensors, kept, options, grads
+    grad = dispatch.run_kernels(router_triton.backward, logits, chosen, d_weights, activation, *numbers)
     if grad is None:
 
-        def weights_of(picked):
-            return (_weigh(torch.sigmoid(picked), *numbers),)
+        def weights_of(logits):
+            return (_weigh(expert_scores(logits, activation).gather(-1, chosen), *numbers),)
 
-        (picked,) = dispatch.recomputed(weights_of, [logits.gather(-1, chosen)], [d_weights])
-        grad = torch.zeros_like(logits).scatter_(-1, chosen, picked)
+        (grad,) = dispatch.recomputed(weights_of, [logits], [d_weights])
     return grad, None

@@ -1,7 +1,7 @@
 """Router balance: Quantile Balancing (Kimi K3 report, p. 8-9, Algorithm 1 and appendices C, D).
 
-A router chooses the top k of s + b, with s [E] the sigmoid scores of a token and b the selection bias. After a step
-over m tokens every expert's bias becomes the one with which its fair share of them, m k / E, would have chosen it:
+A router chooses the top k of s + b, with s [E] the scores of a token, in [0, 1], and b the selection bias. After a
+step over m tokens every expert's bias becomes the one with which its fair share of them, m k / E, would have chosen it:
 
     alpha_i = (k+1)-th largest of s_i + b          the first k are the routes taken
     r_ij    = alpha_i - s_ij                       the bias that puts expert j exactly at token i's cutoff
@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
+
+from ..kernels.router import expert_scores
 
 BINS = 1000
 
@@ -63,7 +65,7 @@ class RouterRecorder:
         self.routers[index] = router
 
     def record(self, index: int, scores: torch.Tensor) -> None:
-        """Take in the scores [T, E] of MoE layer number `index`, sigmoid applied."""
+        """Take in the scores [T, E] of MoE layer number `index`."""
         raise NotImplementedError
 
     def _notice(self, index):
@@ -83,7 +85,8 @@ class RouterRecorder:
             if self._ran[index] is not self.routers[index]:
                 self.take(index, self._ran[index])
             logits, real = output[3], getattr(kwargs.get("packing"), "order", None)
-            self.record(index, torch.sigmoid(logits if real is None else logits[real]))
+            activation = self.routers[index].config.moe_router_activation_func
+            self.record(index, expert_scores(logits if real is None else logits[real], activation))
 
         return hook
 

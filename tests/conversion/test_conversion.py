@@ -543,6 +543,13 @@ def test_wishes_that_do_not_fit_are_refused_with_the_reason(folder, target, mess
     assert not list(tmp_path.iterdir())
 
 
+def test_a_softmax_router_becomes_no_native_folder(variant, tmp_path):
+    """transformers' class knows the sigmoid alone, whatever the configuration says."""
+    source = variant("kimi_linear_flat", config=lambda values: values.update(moe_router_activation_func="softmax"))
+    with pytest.raises(ConversionError, match="no place for moe_router_activation_func 'softmax'"):
+        convert(source, tmp_path / "new", Target(layout="native"))
+
+
 # --- verify and inspect ----------------------------------------------------------------------------------------------
 
 

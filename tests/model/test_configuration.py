@@ -343,6 +343,7 @@ TOGGLES = {
     "every-second-layer-sparse": {"moe_layer_freq": 2},
     "no-experts": {"num_experts": None},
     "fewer-experts-a-token": {"num_experts_per_token": 2},
+    "softmax-router": {"moe_router_activation_func": "softmax"},
     "limited-groups": {"num_expert_group": 4, "topk_group": 2},
     "softplus-gate": {"linear.gate_lower_bound": None},
     "other-gate-bound": {"linear.gate_lower_bound": -1.0},
@@ -452,7 +453,7 @@ REFUSALS = {
     "no-experts-a-token": ({"num_experts_per_token": None}, "num_experts_per_token must be"),
     "no-expert-width": ({"moe_intermediate_size": None}, "moe_intermediate_size must be"),
     "unknown-activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not known"),
-    "unknown-router": ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func 'softmax'"),
+    "unknown-router": ({"moe_router_activation_func": "tanh"}, "'tanh' is not known; use one of sigmoid, softmax"),
     "unknown-selection": ({"topk_method": "greedy"}, "topk_method 'greedy'"),
     **{
         f"gate-mode-{bound}": ({"linear.gate_lower_bound": bound}, "linear_attn_config.gate_lower_bound must be")

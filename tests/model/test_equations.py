@@ -157,7 +157,10 @@ def chosen_experts(scores, bias, config):
 def experts_and_shared(block, config, xs):
     results, size, width = [], config.routed_expert_hidden_size, config.moe_intermediate_size
     for x in xs:
-        scores = torch.sigmoid(block.gate.weight @ x).tolist()
+        logits = block.gate.weight @ x
+        scores = softmax(logits.tolist())
+        if config.moe_router_activation_func == "sigmoid":
+            scores = torch.sigmoid(logits).tolist()
         latent = x if size is None else block.routed_expert_down_proj.weight @ x
         routed = torch.zeros_like(latent)
         for e, weight in zip(*chosen_experts(scores, block.gate.e_score_correction_bias, config), strict=True):
@@ -181,6 +184,13 @@ ROUTING = {
     "two groups of three": {"num_expert_group": 3, "topk_group": 2},
     "one group of three": {"num_expert_group": 3, "topk_group": 1},
     "weights as they are": {"moe_renormalize": False, "routed_scaling_factor": 0.7},
+    "softmax": {"moe_router_activation_func": "softmax", "routed_scaling_factor": 2.5},
+    "softmax, weights as they are, groups": {
+        "moe_router_activation_func": "softmax",
+        "moe_renormalize": False,
+        "num_expert_group": 3,
+        "topk_group": 2,
+    },
 }
 
 

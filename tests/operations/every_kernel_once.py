@@ -108,7 +108,9 @@ def results():
         yield (situ.situ_glu(random(37, 200, grad=grad), random(37, 200, grad=grad), 3.0, 2.0),)
         yield (situ.swiglu(random(37, 400, grad=grad), None),)
         logits = random(7, 24, dtype=torch.float32, grad=grad)
-        yield router.choose_experts(logits, random(24, dtype=torch.float32), 4, True, 2.5)[1:]
+        for activation in router.ACTIVATIONS:
+            bias = random(24, dtype=torch.float32)
+            yield router.choose_experts(logits, bias, 4, True, 2.5, activation=activation)[1:]
     for pairs in (2, 90, 700):
         yield (routed(pairs, packed=True),)
         yield (routed(pairs, packed=False),)

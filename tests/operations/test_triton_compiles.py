@@ -70,7 +70,7 @@ GLU, BETA = dict(M=33792, BLOCK=1024, SITU=True, CAPPED=True), dict(beta="fp32")
 CONVOLUTIONS = dict.fromkeys("xs tails ys dys dxs".split(), ("*bf16",) * 3) | dict(weights=("*fp32",) * 3)
 ROUTER = dict.fromkeys("logits bias weights d_weights d_logits".split(), "*fp32")
 ROUTER |= dict(chosen="*i64", scaling="fp32", stride="i32")
-CHOICE = dict(E=896, BE=1024, K=16, BK=16, RENORMALIZE=True)
+CHOICE = dict(E=896, BE=1024, K=16, BK=16, SOFTMAX=False, RENORMALIZE=True)
 COLUMNS, ROWS_WARPS = expert_rows_triton.combine_blocks(3584)
 COMBINE = dict(D=3584, BD=COLUMNS, K=16)
 COLUMNS, BLOCK, BACKWARD_WARPS = expert_rows_triton.backward_blocks(3584, 16, 2)
@@ -108,6 +108,8 @@ CASES = [
     (norms_triton.norm_backward_kernel, 8, dict(NORMS, GATED=False, gate=None, d_gate=None), dict(d_weight="*fp32")),
     (router_triton.choose_kernel, 1, CHOICE, ROUTER),
     (router_triton.choose_backward_kernel, 1, CHOICE, ROUTER),
+    (router_triton.choose_kernel, 1, CHOICE | dict(SOFTMAX=True), ROUTER),
+    (router_triton.choose_backward_kernel, 1, CHOICE | dict(SOFTMAX=True), ROUTER),
     (situ_triton.glu_kernel, 4, GLU, BETA),
     (situ_triton.glu_backward_kernel, 4, GLU, BETA),
     (mla_decode_triton.merge_kernel, 4, MERGE, {}),
@@ -162,7 +164,7 @@ def test_every_kernel_compiles():
         [sys.executable, "-P", "-c", COMPILE, *targets], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 44 * len(targets)
+    assert len(done.stdout.splitlines()) == 46 * len(targets)
 
 
 GLUON = """

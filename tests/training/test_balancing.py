@@ -45,6 +45,8 @@ def scores_of(model, ids):
     """Router scores [layers][tokens, E] as the model reports them."""
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
+    if model.config.moe_router_activation_func == "softmax":
+        return [layer.softmax(-1).numpy() for layer in logits]
     return [1 / (1 + np.exp(-layer.numpy())) for layer in logits]
 
 
@@ -60,9 +62,11 @@ def start_from(model, seed=3, scale=0.1):
         router.e_score_correction_bias.copy_(bias - bias.mean())
 
 
-def test_the_bias_is_the_quantile_of_the_margins():
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
+def test_the_bias_is_the_quantile_of_the_margins(activation):
     """The published estimator, evaluated one expert at a time, and within a bin of the quantile by sorting."""
     model = build()
+    model.config.moe_router_activation_func = activation
     start_from(model)
     old = biases(model).numpy().copy()
     ids = tokens(4, 50)
