@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from .cache_kimi_k3 import HybridCache
@@ -20,24 +22,39 @@ from .graph_kimi_k3 import CapturedForward, CapturedSteps, can_capture, has_grap
 CACHE_ARGUMENT = (
     "cache" if "cache" in {f.name for f in dataclasses.fields(MoeModelOutputWithPast)} else "past_key_values"
 )
-KimiK3ModelOutput: Any = MoeModelOutputWithPast
-KimiK3CausalLMOutput: Any = MoeCausalLMOutputWithPast
-if CACHE_ARGUMENT == "past_key_values":  # the newer releases' outputs answer to both names by themselves
 
-    class _BothCacheNames:
+
+class _BothCacheNames:
+    """The newer releases' outputs answer to both names by themselves."""
+
+    if CACHE_ARGUMENT == "past_key_values":
         past_key_values: HybridCache | None
 
         @property
         def cache(self) -> HybridCache | None:
             return self.past_key_values
 
-    class _ModelOutput(_BothCacheNames, MoeModelOutputWithPast):  # type: ignore[misc]  # where there is no such field
-        """transformers' output, whose cache also answers to its newer name."""
 
-    class _CausalLMOutput(_BothCacheNames, MoeCausalLMOutputWithPast):  # type: ignore[misc]
-        """transformers' output, whose cache also answers to its newer name."""
+@dataclasses.dataclass
+class KimiK3ModelOutput(_BothCacheNames, MoeModelOutputWithPast):
+    """transformers' output, and the experts [B, T, MoE layers, experts a token] that tokens went to, if asked for."""
 
-    KimiK3ModelOutput, KimiK3CausalLMOutput = _ModelOutput, _CausalLMOutput
+    routed_experts: torch.LongTensor | None = None
+
+
+@dataclasses.dataclass
+class KimiK3CausalLMOutput(_BothCacheNames, MoeCausalLMOutputWithPast):
+    """transformers' output, and the experts [B, T, MoE layers, experts a token] that tokens went to, if asked for."""
+
+    routed_experts: torch.LongTensor | None = None
+
+
+@dataclasses.dataclass
+class KimiK3GenerateOutput(_BothCacheNames, GenerateDecoderOnlyOutput):
+    """transformers' output of `generate`, and the experts of every token that was fed: [B, T, MoE layers, experts a
+    token], all tokens but the last unless the call continued a cache."""
+
+    routed_experts: torch.LongTensor | None = None
 
 
 def one_cache(cache: Any, past_key_values: Any) -> HybridCache | None:
@@ -64,6 +81,25 @@ def _marking(compiled: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return call
+
+
+def _check_routing_arguments(
+    generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: GenerationMode
+) -> None:
+    """Refuse what `generate` cannot do with the experts of its tokens."""
+    if model_kwargs.get("routed_experts") is not None:
+        raise ValueError("generate chooses experts itself: give routed_experts to a forward of the finished text")
+    if not model_kwargs.get("output_routed_experts"):
+        return
+    if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            "output_routed_experts works with greedy decoding and sampling: beams and drafts feed tokens that are not "
+            "in the result"
+        )
+    if not generation_config.use_cache:
+        raise ValueError("output_routed_experts needs use_cache=True: every token is to be fed once")
+    if not generation_config.return_dict_in_generate:
+        raise ValueError("output_routed_experts needs return_dict_in_generate=True, which gives it a place")
 
 
 # What `generate(cache_implementation=...)` takes.
@@ -95,6 +131,10 @@ class KimiK3GenerationMixin(GenerationMixin):
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **model_kwargs):
         """transformers' loop; on a growing cache it is given captured steps as what it would call compiled."""
+        if model_kwargs.get("output_routed_experts"):
+            return self._sample_routed(
+                input_ids, logits_processor, stopping_criteria, generation_config, *args, **model_kwargs
+            )
         steps = self._captured_steps(model_kwargs.get(CACHE_ARGUMENT), len(input_ids), generation_config)
         if steps is not None:
             generation_config = copy.copy(generation_config)
@@ -104,11 +144,36 @@ class KimiK3GenerationMixin(GenerationMixin):
                 input_ids, logits_processor, stopping_criteria, generation_config, *args, **model_kwargs
             )
 
+    def _sample_routed(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **model_kwargs):
+        """transformers' loop, and what its forwards chose; a replayed graph would write over that."""
+        generation_config = copy.copy(generation_config)
+        generation_config.disable_compile = True
+        forwards: list[torch.Tensor] = []
+        cache = model_kwargs[CACHE_ARGUMENT]
+        cached = int(cache.get_seq_length())
+        output = super()._sample(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            *args,
+            **model_kwargs,
+            routed_so_far=forwards,
+        )
+        fed = int(cache.get_seq_length()) - cached  # on some devices transformers takes a last step back
+        return KimiK3GenerateOutput(**output, routed_experts=torch.cat(forwards, dim=1)[:, :fed])
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        if "routed_so_far" in model_kwargs:
+            model_kwargs["routed_so_far"].append(outputs.routed_experts)
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # transformers reads the signature
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """transformers' method; a plain step passes by its search for what other models need, 20 us on the host."""
+        kwargs.pop("routed_so_far", None)
         cache = kwargs.get(CACHE_ARGUMENT)
         plain = next_sequence_length == 1 and kwargs.keys() <= _OF_A_STEP
         if not plain or cache is None or cache.is_compileable:
@@ -150,6 +215,7 @@ class KimiK3GenerationMixin(GenerationMixin):
                 f"cache_implementation={implementation!r} is not supported, recurrent states and latents live in "
                 f"HybridCache: use one of {', '.join(map(repr, CACHE_IMPLEMENTATIONS[1:]))}, or leave it out"
             )
+        _check_routing_arguments(generation_config, model_kwargs, generation_mode)
         if given is None:  # transformers decides whether there is a cache, its kind is ours
             generation_config.cache_implementation = None
         super()._prepare_cache_for_generation(
@@ -232,7 +298,9 @@ class KimiK3GenerationMixin(GenerationMixin):
                 part = {**model_kwargs, "attention_mask": None if mask is None else mask[:, :seen]}
                 if (positions := model_kwargs.get("position_ids")) is not None:
                     part["position_ids"] = positions[..., seen - chunk : seen]
-                self(**self.prepare_inputs_for_generation(new[:, start : start + chunk], **part))
+                outputs = self(**self.prepare_inputs_for_generation(new[:, start : start + chunk], **part))
+                if "routed_so_far" in model_kwargs:
+                    model_kwargs["routed_so_far"].append(outputs.routed_experts)
             generation_config = copy.copy(generation_config)
             generation_config.prefill_chunk_size = None
             input_ids = new[:, fed:] if only_new else input_ids

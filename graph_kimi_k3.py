@@ -162,8 +162,8 @@ def watched(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Any, str | 
             warnings.warn_explicit(message, category, filename, lineno)
         elif source == thread and Path(filename).name != "masking_utils.py":
             waits.append(f"{filename}, line {lineno}")
-    if any(isinstance(value, tuple) for value in outputs.values()):
-        return outputs, "hidden states, attention weights or router logits were asked for"
+    if any(isinstance(value, tuple) for value in outputs.values()) or outputs.get("routed_experts") is not None:
+        return outputs, "hidden states, attention weights, router logits or routed experts were asked for"
     return outputs, f"the forward waits for the device in {waits[0]}" if waits else None
 
 

@@ -465,23 +465,25 @@ class KimiK3TopkRouter(nn.Module):
         # A buffer: it is moved by a balancing rule, not by gradients.
         self.register_buffer("e_score_correction_bias", torch.zeros(experts, dtype=dtype))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, hidden] -> logits [T, E] float32, chosen experts [T, k], their weights [T, k] float32."""
+    def forward(
+        self, x: torch.Tensor, routed_experts: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, hidden] -> logits [T, E] float32, chosen experts [T, k], their weights [T, k] float32.
+
+        `routed_experts` [T, k] were chosen by an earlier forward and are taken here too; a row of -1 leaves the choice.
+        """
         dtype = torch.promote_types(x.dtype, torch.float32)
         with kda.full_precision(x.device):
             logits = F.linear(x.to(dtype), self.weight.to(dtype))
         config, top_k = self.config, self.config.num_experts_per_token
         assert top_k is not None  # there are experts
         groups = (config.num_expert_group or 1, config.topk_group or 1) if config.use_grouped_topk else (1, 1)
-        chosen, weights = router.choose_experts(
-            logits,
-            self.e_score_correction_bias,
-            top_k,
-            config.moe_renormalize and top_k > 1,
-            config.routed_scaling_factor,
-            *groups,
-            activation=config.moe_router_activation_func,
-        )
+        weighting = config.moe_renormalize and top_k > 1, config.routed_scaling_factor
+        bias, activation = self.e_score_correction_bias, config.moe_router_activation_func
+        chosen, weights = router.choose_experts(logits, bias, top_k, *weighting, *groups, activation=activation)
+        if routed_experts is not None:
+            chosen = torch.where(routed_experts < 0, chosen, routed_experts)
+            weights = router.weigh_experts(logits, chosen, *weighting, activation=activation)
         return logits, chosen, weights
 
 
@@ -605,12 +607,17 @@ class KimiK3SparseMoeBlock(nn.Module):
         if config.num_shared_experts:
             self.shared_experts = KimiK3MLP(config, width * config.num_shared_experts)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, T, hidden] -> ([B, T, hidden], router logits [B * T, E])."""
+    def forward(
+        self, x: torch.Tensor, routed_experts: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[B, T, hidden] -> ([B, T, hidden], router logits [B * T, E], chosen experts [B, T, k]).
+
+        `routed_experts` [B, T, k] as of the router.
+        """
         if self.training and torch.is_grad_enabled():
             self._tell_of_frozen_experts()
         flat = x.flatten(0, 1)
-        logits, chosen, weights = self.gate(flat)
+        logits, chosen, weights = self.gate(flat, None if routed_experts is None else routed_experts.flatten(0, 1))
         routed = self.routed_expert_down_proj(flat) if self.latent else flat
         routed = self.experts(routed, chosen, weights).to(routed.dtype)
         if self.latent:
@@ -620,7 +627,7 @@ class KimiK3SparseMoeBlock(nn.Module):
         routed = routed.view_as(x)
         if hasattr(self, "shared_experts"):
             routed = routed + self.shared_experts(x)
-        return routed, logits
+        return routed, logits, chosen.unflatten(0, x.shape[:2])
 
     def _tell_of_frozen_experts(self):
         """Once, where all but the packed experts trains: an adapter on them is another module in their place, and one
@@ -688,16 +695,18 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, partial: torch.Tensor | None, *blocks: torch.Tensor, attention_mask: Mask = None,
         cache: HybridCache | None = None, packing: Packing | StepPacking | None = None, context: Any = None,
-        need_weights: bool = False, in_blocks: bool = False, **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        need_weights: bool = False, in_blocks: bool = False, routed_experts: torch.Tensor | None = None, **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """
         Args:
             partial: [B, T, hidden], or None at a block's first layer, whose attention output begins the sum.
             blocks: each [B, T, hidden], none without Attention Residuals. Arguments of their own and not a tuple, so
                 that re-entrant gradient checkpointing sees them.
+            routed_experts: [B, T, k] as of the router.
 
         Returns:
-            the new partial sum, the stream that this layer read, attention weights or None, router logits or None.
+            the new partial sum, the stream that this layer read, attention weights or None, and of a MoE layer router
+            logits and the experts that it chose, or None.
         """
         read, hidden = self._read(blocks, partial, "self_attention", self.input_layernorm)
         weights = None
@@ -716,12 +725,12 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
             )
         partial = attended if partial is None else partial + attended
         _, hidden = self._read(blocks, partial, "mlp", self.post_attention_layernorm)
-        logits = None
+        logits, chosen = None, None
         if hasattr(self, "block_sparse_moe"):
-            hidden, logits = self.block_sparse_moe(hidden)
+            hidden, logits, chosen = self.block_sparse_moe(hidden, routed_experts)
         else:
             hidden = self.mlp(hidden)
-        return partial + hidden, read, weights, logits
+        return partial + hidden, read, weights, logits, chosen
 
     def _read(self, blocks, partial, sublayer, layernorm):
         """What a sublayer reads, the mix over depth (without Attention Residuals the stream itself), and its norm."""
@@ -741,6 +750,7 @@ def run_layers(
     partial: torch.Tensor,
     blocks: Sequence[torch.Tensor] = (),
     observe: Callable[..., None] | None = None,
+    routed_experts: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """A stream through decoder layers. Here, and nowhere else, blocks of Attention Residuals are sealed: the running
@@ -749,18 +759,22 @@ def run_layers(
     Args:
         layers: all decoder layers, or those of a pipeline stage.
         partial, blocks: the running sum (first the embedding) and the finished blocks, each [B, T, hidden].
-        observe: called after every layer with the sum, and with what the layer read, its attention weights and its
-            router logits.
+        observe: called after every layer with the sum, and with what the layer read, its attention weights, its router
+            logits and the experts that it chose.
+        routed_experts: [B, T, MoE layers, k], what the routers take.
         arguments: of every layer's forward.
 
     Returns:
         the running sum and the finished blocks.
     """
+    replayed = iter(() if routed_experts is None else routed_experts.unbind(2))
     for layer in layers:
+        if routed_experts is not None:
+            arguments["routed_experts"] = next(replayed) if hasattr(layer, "block_sparse_moe") else None
         running: torch.Tensor | None = partial
         if layer.starts_block:
             running, blocks = None, (*blocks, partial)
-        partial, read, weights, logits = layer(running, *blocks, **arguments)
+        partial, read, weights, logits, chosen = layer(running, *blocks, **arguments)
         if observe is not None:
-            observe(partial, hidden_states=read, attentions=weights, router_logits=logits)
+            observe(partial, hidden_states=read, attentions=weights, router_logits=logits, routed_experts=chosen)
     return partial, blocks

@@ -11,7 +11,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +327,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
+        output_routed_experts: bool = False,
+        routed_experts: torch.Tensor | None = None,
         cache: HybridCache | None = None,
         context: Any = None,
         commit: bool = True,
@@ -342,6 +344,9 @@ class KimiK3Model(KimiK3PreTrainedModel):
             context: reaches the tokens of these rows on other processes; `context_parallel` passes it.
             commit: whether the tokens count as fed when this returns; a model with a head behind it passes False, and
                 commits the cache itself.
+            output_routed_experts: whether the result has `routed_experts` [B, T, MoE layers, experts a token] int64.
+            routed_experts: such a tensor of an earlier forward, of any integers: the routers take these experts, and
+                weigh them by their own scores. -1 in all places of a token and layer leaves the choice to the router.
             output_hidden_states: entry l is the stream that layer l reads (the mix over depth; the embedding for
                 l = 0), the last entry is the normed output.
         """
@@ -353,6 +358,9 @@ class KimiK3Model(KimiK3PreTrainedModel):
             raise ValueError(
                 "use_cache=False would ignore the tokens in the cache that was given: leave one of them out"
             )
+        layers = self.layers[: self.config.num_hidden_layers]  # lowered while a draft exits early
+        if output_routed_experts or routed_experts is not None:
+            routed_experts = _checked_routing(routed_experts, embeds, layers, self.config)
         packing = find_packing(attention_mask, position_ids, packed_offsets(kwargs), embeds, cache)
         cache = self._cache_to_fill(cache, packing, embeds) if use_cache else None
         if cache is not None:
@@ -366,6 +374,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             "hidden_states": self.config.output_hidden_states if output_hidden_states is None else output_hidden_states,
             "attentions": output_attentions,
             "router_logits": self.config.output_router_logits if output_router_logits is None else output_router_logits,
+            "routed_experts": output_routed_experts,
         }
         collected: dict[str, tuple[torch.Tensor, ...]] = {name: () for name, is_wanted in wanted.items() if is_wanted}
         finite = [torch.isfinite(embeds).all()] if self.check_finite else None
@@ -378,9 +387,10 @@ class KimiK3Model(KimiK3PreTrainedModel):
                 finite.append(torch.isfinite(stream).all())
 
         stream, blocks = run_layers(
-            self.layers[: self.config.num_hidden_layers],  # lowered while a draft exits early
+            layers,
             embeds,
             observe=observe,
+            routed_experts=routed_experts,
             attention_mask=mask,
             cache=cache,
             packing=packing,
@@ -396,6 +406,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
         if "hidden_states" in collected:
             collected["hidden_states"] += (hidden_states,)
         results: dict[str, Any] = {CACHE_ARGUMENT: cache, **collected}
+        if output_routed_experts:
+            results["routed_experts"] = torch.stack([e.to(embeds.device) for e in collected["routed_experts"]], dim=2)
         if commit and cache is not None:
             cache.commit()
         return KimiK3ModelOutput(last_hidden_state=hidden_states, **results)
@@ -509,6 +521,35 @@ def _check_mask(attention_mask: Any) -> None:
         )
 
 
+def _checked_routing(
+    routed_experts: Any, embeds: torch.Tensor, layers: Iterable[KimiK3DecoderLayer], config: KimiK3TextConfig
+) -> torch.Tensor | None:
+    """The experts that routers are to take, as int64 where the embeddings lie."""
+    moe_layers = sum(hasattr(layer, "block_sparse_moe") for layer in layers)
+    if not moe_layers:
+        raise ValueError("this model has no routed experts: leave routed_experts and output_routed_experts out")
+    if routed_experts is None:
+        return None
+    expected, most = [*embeds.shape[:2], moe_layers, config.num_experts_per_token], (config.num_experts or 0) - 1
+    found = list(routed_experts.shape) if isinstance(routed_experts, torch.Tensor) else type(routed_experts).__name__
+    if found != expected or routed_experts.dtype.is_floating_point or routed_experts.dtype == torch.bool:
+        raise ValueError(
+            f"routed_experts must be integers [B, T, MoE layers, experts a token], here {expected}, not {found}"
+            f"{f' of {routed_experts.dtype}' if found == expected else ''}"
+        )
+    routed_experts = routed_experts.to(embeds.device, torch.int64)
+    if routed_experts.is_meta or torch.compiler.is_compiling():
+        return routed_experts
+    ordered = routed_experts.sort(dim=-1).values
+    valid = (ordered[..., 0] >= 0) & (ordered[..., -1] <= most) & (ordered.diff(dim=-1) > 0).all(dim=-1)
+    if not (valid | (ordered == -1).all(dim=-1)).all():
+        raise ValueError(
+            f"routed_experts must name {expected[-1]} different experts from 0 to {most} for every token and MoE "
+            "layer, or be -1 in all of these places, where the router chooses"
+        )
+    return routed_experts
+
+
 class _WithHead(KimiK3GenerationMixin, KimiK3PreTrainedModel):
     """What the classes with a language-model head share."""
 
@@ -564,6 +605,8 @@ class KimiK3ForCausalLM(_WithHead):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        output_routed_experts: bool = False,
+        routed_experts: torch.Tensor | None = None,
         cache: HybridCache | None = None,
         commit: bool = True,
         **kwargs: Any,
@@ -583,6 +626,8 @@ class KimiK3ForCausalLM(_WithHead):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_routed_experts=output_routed_experts,
+            routed_experts=routed_experts,
             cache=cache,
             commit=False,
             **kwargs,
@@ -608,6 +653,7 @@ class KimiK3ForCausalLM(_WithHead):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
+            routed_experts=outputs.routed_experts,
             **{CACHE_ARGUMENT: outputs.cache},
         )
 

@@ -54,6 +54,13 @@ def expert_scores(logits: torch.Tensor, activation: str) -> torch.Tensor:
     return ACTIVATIONS[activation](logits)
 
 
+def weigh_experts(
+    logits: torch.Tensor, chosen: torch.Tensor, renormalize: bool, scaling: float, activation: str = "sigmoid"
+) -> torch.Tensor:
+    """Weights [T, k] of experts [T, k] that somebody else has chosen; the other arguments are `choose_experts`'."""
+    return _weigh(expert_scores(logits, activation).gather(-1, chosen), renormalize, scaling)
+
+
 def _weigh(scores, renormalize, scaling):
     """Weights of the chosen experts from their scores."""
     if renormalize:
@@ -85,7 +92,7 @@ def _backward(tensors, kept, options, grads):
     if grad is None:
 
         def weights_of(logits):
-            return (_weigh(expert_scores(logits, activation).gather(-1, chosen), *numbers),)
+            return (weigh_experts(logits, chosen, *numbers, activation),)
 
         (grad,) = dispatch.recomputed(weights_of, [logits], [d_weights])
     return grad, None

@@ -42,6 +42,7 @@ CUT_ROWS = "parallel/test_context_parallel.py"
 TENSOR_PARALLEL = "parallel/test_tensor_parallel.py"
 BROKEN_OFF = "cache/test_broken_off.py"
 CLIENTS = "serving/test_clients.py"
+ROUTING = "model/test_router_replay.py"
 
 TESTS = {
     "__init__.py": ("project/test_imports.py", CONFIGURATION, "model/test_remote_code.py"),
@@ -64,17 +65,17 @@ TESTS = {
     "distributed_kimi_k3.py": (TENSOR_PARALLEL, "model/test_devices.py"),
     "files_kimi_k3.py": ("project/test_files.py", "cache/test_damaged_cache.py", TEXT_RUNS),
     "fingerprint_kimi_k3.py": ("cache/test_fingerprint.py", SNAPSHOTS, PREFIX),
-    "generation_kimi_k3.py": (CAPTURED, GENERATION, ROLLBACK, STATIC, MATRIX),
+    "generation_kimi_k3.py": (CAPTURED, GENERATION, ROUTING, ROLLBACK, STATIC, MATRIX),
     "graph_kimi_k3.py": (CAPTURED, "cache/test_graph.py", STATIC),
     "kernels_kimi_k3.py": ("project/test_imports.py", GOLDEN, "model/test_remote_code.py"),
     "layers_kimi_k3.py": (
         EQUATIONS, GOLDEN, INITIALISATION, GENERATION, "model/test_attention_implementations.py", CONTRACT, ROLLBACK,
-        "training/test_training.py", STATIC, MODEL_KERNELS, "model/test_hooks.py",
+        "training/test_training.py", STATIC, MODEL_KERNELS, "model/test_hooks.py", ROUTING,
     ),
     "modeling_kimi_k3.py": (
         EQUATIONS, GOLDEN, CONTRACT, GENERATION, "cache/test_long_generation.py", CHECKPOINT, INITIALISATION,
         "operations/test_cross_entropy.py", "training/test_training.py", "model/test_remote_code.py", TENSOR_PARALLEL,
-        "ecosystem/test_doors.py", "ecosystem/test_trl_references.py", BROKEN_OFF,
+        "ecosystem/test_doors.py", "ecosystem/test_trl_references.py", BROKEN_OFF, ROUTING,
     ),
     "packing_kimi_k3.py": (
         CONTRACT, "model/test_attention_implementations.py", "training/test_training.py", SNAPSHOTS,
