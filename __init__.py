@@ -7,7 +7,14 @@ Importing the package registers its classes with the Auto classes, so that a che
 >>> model = AutoModelForCausalLM.from_pretrained("path/to/checkpoint")
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .cache_kimi_k3 import HybridCache
@@ -16,7 +23,11 @@ from .modeling_kimi_k3 import (
     CACHE_ARGUMENT,
     KimiK3ForCausalLM,
     KimiK3ForConditionalGeneration,
+    KimiK3ForSequenceClassification,
+    KimiK3ForTokenClassification,
     KimiK3Model,
+    KimiK3MultimodalForSequenceClassification,
+    KimiK3MultimodalForTokenClassification,
 )
 
 AutoConfig.register("kimi_k3", KimiK3Config, exist_ok=True)
@@ -29,6 +40,10 @@ AutoModel.register(KimiK3TextConfig, KimiK3Model, exist_ok=True)
 AutoModelForCausalLM.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
 AutoModelForCausalLM.register(KimiK3TextConfig, KimiK3ForCausalLM, exist_ok=True)
 AutoModelForImageTextToText.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
+AutoModelForSequenceClassification.register(KimiK3TextConfig, KimiK3ForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(KimiK3TextConfig, KimiK3ForTokenClassification, exist_ok=True)
+AutoModelForSequenceClassification.register(KimiK3Config, KimiK3MultimodalForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(KimiK3Config, KimiK3MultimodalForTokenClassification, exist_ok=True)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,7 +52,11 @@ __all__ = [
     "KimiK3Config",
     "KimiK3ForCausalLM",
     "KimiK3ForConditionalGeneration",
+    "KimiK3ForSequenceClassification",
+    "KimiK3ForTokenClassification",
     "KimiK3Model",
+    "KimiK3MultimodalForSequenceClassification",
+    "KimiK3MultimodalForTokenClassification",
     "KimiK3TextConfig",
     "KimiK3VisionConfig",
 ]

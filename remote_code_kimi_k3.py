@@ -33,15 +33,18 @@ CODE_FILES = tuple(
 
 def auto_map(model: PreTrainedModel) -> dict[str, str]:
     """Which of our classes the Auto classes find in a saved folder."""
-    config, head = type(model.config).__name__, type(model).__name__
+    config = type(model.config).__name__
     # By name: a folder's config class and the one imported here can be two copies of one class.
     is_text = model.config.model_type == KimiK3TextConfig.model_type
-    base = "KimiK3Model" if is_text else head
-    causal = "KimiK3ForCausalLM" if is_text else head
+    base = "KimiK3Model" if is_text else "KimiK3ForConditionalGeneration"
+    causal = "KimiK3ForCausalLM" if is_text else "KimiK3ForConditionalGeneration"
+    labels = "KimiK3" if is_text else "KimiK3Multimodal"
     return {
         "AutoConfig": f"configuration_kimi_k3.{config}",
         "AutoModel": f"modeling_kimi_k3.{base}",
         "AutoModelForCausalLM": f"modeling_kimi_k3.{causal}",
+        "AutoModelForSequenceClassification": f"modeling_kimi_k3.{labels}ForSequenceClassification",
+        "AutoModelForTokenClassification": f"modeling_kimi_k3.{labels}ForTokenClassification",
     }
 
 

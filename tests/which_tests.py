@@ -43,6 +43,7 @@ TENSOR_PARALLEL = "parallel/test_tensor_parallel.py"
 BROKEN_OFF = "cache/test_broken_off.py"
 CLIENTS = "serving/test_clients.py"
 ROUTING = "model/test_router_replay.py"
+LABELS = "model/test_classification.py"
 
 TESTS = {
     "__init__.py": ("project/test_imports.py", CONFIGURATION, "model/test_remote_code.py"),
@@ -75,7 +76,7 @@ TESTS = {
     "modeling_kimi_k3.py": (
         EQUATIONS, GOLDEN, CONTRACT, GENERATION, "cache/test_long_generation.py", CHECKPOINT, INITIALISATION,
         "operations/test_cross_entropy.py", "training/test_training.py", "model/test_remote_code.py", TENSOR_PARALLEL,
-        "ecosystem/test_doors.py", "ecosystem/test_trl_references.py", BROKEN_OFF, ROUTING,
+        "ecosystem/test_doors.py", "ecosystem/test_trl_references.py", BROKEN_OFF, ROUTING, LABELS,
     ),
     "packing_kimi_k3.py": (
         CONTRACT, "model/test_attention_implementations.py", "training/test_training.py", SNAPSHOTS,

@@ -36,7 +36,7 @@ import torch
 import transformers
 transformers.utils.logging.disable_progress_bar()
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 def origin(thing):
     module = type(thing).__module__
@@ -108,11 +108,15 @@ TEXT_AUTO_MAP = {
     "AutoConfig": "configuration_kimi_k3.KimiK3TextConfig",
     "AutoModel": "modeling_kimi_k3.KimiK3Model",
     "AutoModelForCausalLM": "modeling_kimi_k3.KimiK3ForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_kimi_k3.KimiK3ForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_kimi_k3.KimiK3ForTokenClassification",
 }
 WHOLE_AUTO_MAP = {
     "AutoConfig": "configuration_kimi_k3.KimiK3Config",
     "AutoModel": "modeling_kimi_k3.KimiK3ForConditionalGeneration",
     "AutoModelForCausalLM": "modeling_kimi_k3.KimiK3ForConditionalGeneration",
+    "AutoModelForSequenceClassification": "modeling_kimi_k3.KimiK3MultimodalForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_kimi_k3.KimiK3MultimodalForTokenClassification",
 }
 CASES = {"k3_tiny_mxfp4": WHOLE_AUTO_MAP, "kimi_linear_flat": TEXT_AUTO_MAP}
 
@@ -148,6 +152,8 @@ def test_folder_with_our_files_needs_nothing_else(data_dir, tmp_path, fresh_pyth
                 model = auto.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
                 found.append(origin(model))
             right = against_golden(model, data)
+            scorer = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, num_labels=3)
+            found.append([*origin(scorer), scorer(torch.tensor([[5, 6, 7]])).logits.shape[1]])
             ids = load_file(data + "/golden.safetensors")["input_ids"]
             exact = copy.deepcopy(model).double()
             with torch.no_grad():
@@ -170,7 +176,8 @@ def test_folder_with_our_files_needs_nothing_else(data_dir, tmp_path, fresh_pyth
     shutil.rmtree(tmp_path / "source")
     for name, (found, right, agree, refused) in first.items():
         classes = [CASES[name][auto].split(".")[1] for auto in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")]
-        assert found == [["transformers_modules", class_name] for class_name in classes]
+        assert found[:3] == [["transformers_modules", class_name] for class_name in classes]
+        assert found[3] == ["transformers_modules", CASES[name]["AutoModelForSequenceClassification"].split(".")[1], 3]
         assert right and agree
         assert "use model.push_to_hub(repo_id)" in refused and not (tmp_path / "saved" / f"{name}-pushed").exists()
         assert_complete(tmp_path / "saved" / name, name)
