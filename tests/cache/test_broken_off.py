@@ -109,6 +109,7 @@ def test_the_outermost_forward_is_the_one_that_counts(model):
         assert isinstance(whole(ids, return_dict=False, **{CACHE: cache}), tuple)  # a second one on it
 
 
+@torch.no_grad()
 def test_a_compiled_forward_that_fails_is_noted(model):
     """It notes on the cache what it did only when it has run."""
     cache = HybridCache(model.config, max_length=9)

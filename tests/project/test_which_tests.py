@@ -11,6 +11,7 @@ OF_NO_FILE = {
     "project/test_which_tests.py",
     "project/test_tiny.py",
     "project/test_mutants.py",
+    "project/test_pairwise.py",
     "project/test_faults_index.py",
 }
 NOT_THE_PACKAGE = ("tests", "benchmarks", "docs", "examples", "build", "setup.py", "demo.py")
