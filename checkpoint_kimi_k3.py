@@ -618,6 +618,20 @@ def refuse_unusable_values(tensors: Mapping[str, torch.Tensor]) -> None:
             raise ValueError(f"{name} has {count:,} {values} among {tensor.numel():,}: get the checkpoint again")
 
 
+def load_adapter_tensors(
+    model: Any, state_dict: dict[str, torch.Tensor] | None, checkpoint_files: list[str] | None,
+    load_config: Any, expected_keys: list[str],
+) -> tuple[Any, ...]:  # fmt: skip
+    """transformers' `_load_pretrained_model` for the tensors of an adapter, trained on either kind of class."""
+    mapping = list(load_config.weight_mapping or ())
+    # as peft's own loading has it: the file names the vector, the model its one weight
+    mapping.append(WeightRenaming(r"(\.lora_magnitude_vector\.[^.]+)$", r"\1.weight"))
+    if not hasattr(model, "language_model"):
+        mapping.append(PrefixChange(prefix_to_remove="language_model"))
+    load_config = dataclasses.replace(load_config, weight_mapping=mapping)
+    return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
+
+
 def load_checked(
     model: Any, state_dict: dict[str, torch.Tensor] | None, checkpoint_files: list[str] | None,
     load_config: Any, *args: Any, **kwargs: Any,

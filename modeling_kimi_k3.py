@@ -27,6 +27,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import OutputRecorder
 
+from .adapters_kimi_k3 import teach_peft_when_imported
 from .cache_kimi_k3 import STATIC_ATTENTION, HybridCache
 from .cache_layers_kimi_k3 import STATIC_AUTOGRAD
 from .checkpoint_kimi_k3 import (
@@ -34,6 +35,7 @@ from .checkpoint_kimi_k3 import (
     Wishes,
     check_saves,
     leaving_one_model,
+    load_adapter_tensors,
     load_checked,
     refuse_unusable_values,
     weight_conversions,
@@ -67,6 +69,7 @@ from .remote_code_kimi_k3 import auto_map, copy_code
 from .vision_kimi_k3 import KimiK3PositionTable, KimiK3Projector, KimiK3VisionTower
 
 logger = logging.get_logger(__name__)
+teach_peft_when_imported()
 
 
 def _without_mxfp4_config(kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -103,6 +106,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     # float32 in the file and in memory, whatever dtype is asked for; the constructor adds those of the bounded gate
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
     _fp32_of_bounded_gate = ["q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "e_score_correction_bias"]
+    # peft renames the tensors of an adapter by it, so that text-only and multimodal classes read each other's.
+    _checkpoint_conversion_mapping = {r"^language_model\.": ""}
     # Modules or parameters that a class brings and a checkpoint of the family may lack: the head of a new task.
     _new_tensors: tuple[str, ...] = ()
 
@@ -199,10 +204,36 @@ class KimiK3PreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
+        if model._hf_peft_config_loaded:  # of an adapter, which is in place already
+            return load_adapter_tensors(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         result, a_log_shape = load_checked(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         # Saving reverses the model's own conversions, not those that happened to be used (and never the prefix).
         model._weight_conversions = model._conversions(a_log_shape)
         return result
+
+    def load_adapter(
+        self, peft_model_id: str | None = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in transformers; an adapter that cannot be loaded whole is refused and leaves the model as it was.
+
+        Raises:
+            ValueError: names the first tensor of the adapter that is missing.
+        """
+        from .lora_kimi_k3 import refuse_missing, unchanged_on_error
+
+        adapter_name = adapter_name or "default"
+        had_adapters = self._hf_peft_config_loaded
+        known = had_adapters and adapter_name in self.peft_config
+        try:
+            with unchanged_on_error(self):
+                report = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
+                refuse_missing(self, peft_model_id or "the state dict", sorted(report.missing_keys), adapter_name)
+        except BaseException:
+            self._hf_peft_config_loaded = had_adapters
+            if not known:
+                getattr(self, "peft_config", {}).pop(adapter_name, None)
+            raise
+        return report
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As in torch; tensors named and shaped as in a saved folder, which `Trainer` reads to resume, are converted.
@@ -670,6 +701,7 @@ class KimiK3ForConditionalGeneration(_WithHead):
     config: KimiK3Config
     config_class = KimiK3Config
     base_model_prefix = "language_model"
+    _checkpoint_conversion_mapping = {r"^(?=model\.|lm_head\.)": "language_model."}
     _image_arguments = ("pixel_values", "pixel_values_videos", "grid_thws", "image_grid_hws", "grid_hws")
 
     def __init__(self, config: KimiK3Config, dequantize: bool = False):

@@ -11,6 +11,7 @@ from .configuration_kimi_k3 import KimiK3TextConfig
 CODE_FILES = tuple(
     f"{part}_kimi_k3.py"
     for part in (
+        "adapters",
         "cache",
         "cache_layers",
         "checkpoint",
@@ -22,6 +23,7 @@ CODE_FILES = tuple(
         "graph",
         "kernels",
         "layers",
+        "lora",
         "modeling",
         "packing",
         "remote_code",

@@ -31,8 +31,6 @@ _PREFIX = "base_model.model."
 def import_expert_loras(source: str | os.PathLike, destination: str | os.PathLike, base: str | os.PathLike) -> None:
     """Rewrite an adapter for unfused experts as one that `PeftModel.from_pretrained` loads onto our model.
 
-    Import `kimi_k3.training.lora_targets` (or anything of `kimi_k3.training.lora`) before loading it.
-
     Args:
         source: folder with `adapter_config.json` and `adapter_model.safetensors`, in peft's ordinary layout.
         destination: folder to make.
@@ -82,8 +80,8 @@ def import_expert_loras(source: str | os.PathLike, destination: str | os.PathLik
         patterns["alpha_pattern"] = {module: alpha, **patterns["alpha_pattern"]}
     config |= patterns
     modules = {name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensors}
-    parameters = {target.rpartition(".")[0] for target in config.get("target_parameters") or ()}
-    config["target_modules"] = sorted(modules - parameters)
+    parameters = tuple(f".{target.rpartition('.')[0]}" for target in config.get("target_parameters") or ())
+    config["target_modules"] = sorted(name for name in modules if not f".{name}".endswith(parameters))
 
     destination.mkdir(parents=True, exist_ok=True)
     save_file(tensors, destination / "adapter_model.safetensors", metadata={"format": "pt"})

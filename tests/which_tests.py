@@ -55,6 +55,7 @@ TESTS = {
     "cache_layers_kimi_k3.py": (
         SNAPSHOTS, GENERATION, CAPTURED, STATIC, "model/test_devices.py", ROLLBACK, CONTRACT, MATRIX,
     ),
+    "adapters_kimi_k3.py": ("training/test_adapters.py",),
     "checkpoint_kimi_k3.py": (
         CHECKPOINT, INCOMPLETE, FOREIGN, DOOR, "model/test_finite_values.py", INITIALISATION, CONVERSION,
         "model/test_remote_code.py",
@@ -69,6 +70,7 @@ TESTS = {
     "generation_kimi_k3.py": (CAPTURED, GENERATION, ROUTING, ROLLBACK, STATIC, MATRIX),
     "graph_kimi_k3.py": (CAPTURED, "cache/test_graph.py", STATIC),
     "kernels_kimi_k3.py": ("project/test_imports.py", GOLDEN, "model/test_remote_code.py"),
+    "lora_kimi_k3.py": ("training/test_lora.py", "training/test_adapters.py"),
     "layers_kimi_k3.py": (
         EQUATIONS, GOLDEN, INITIALISATION, GENERATION, "model/test_attention_implementations.py", CONTRACT, ROLLBACK,
         "training/test_training.py", STATIC, MODEL_KERNELS, "model/test_hooks.py", ROUTING,

@@ -427,7 +427,7 @@ else:
 del sys.modules["peft"]
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-import kimi_k3.training.lora
+
 base, adapter, out = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 model = PeftModel.from_pretrained(model, adapter).eval()

@@ -1,0 +1,284 @@
+"""Every way in which peft and transformers add, load, combine and take away adapters: it works, or changes nothing."""
+
+import copy
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from peft import (
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    TrainableTokensConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from peft.utils.hotswap import hotswap_adapter
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import tiny
+from kimi_k3 import KimiK3Config, KimiK3ForCausalLM, KimiK3ForConditionalGeneration
+from kimi_k3.training import lora_targets
+
+IDS = torch.arange(3, 23)[None]
+CLOSE = {"atol": 1e-8, "rtol": 0}  # float64; to undo IA3, peft divides by the factor plus 1e-8
+LAYERS = ["q_proj", "o_proj", "up_proj"]
+
+
+def lora(**options):
+    return lambda model: LoraConfig(r=4, task_type="CAUSAL_LM", **{"target_modules": LAYERS, **options})
+
+
+# Name -> the configuration for a model, and the verbs that are refused; what each does else is told in the test below.
+TUNERS = {
+    "lora": (lora(), set()),
+    "experts": (lambda model: LoraConfig(r=4, **lora_targets(model, router=True)), {"weighted", "hotswap"}),
+    "target-parameters": (
+        lora(target_parameters=["experts.gate_up_proj", "experts.down_proj"]),
+        {"weighted"},
+    ),
+    "all-linear": (lora(target_modules="all-linear"), set()),
+    "dora": (lora(use_dora=True), {"hotswap"}),
+    "modules-to-save": (lora(modules_to_save=["lm_head", "gate"]), {"weighted", "hotswap"}),
+    "embeddings": (lora(target_modules=["q_proj", "embed_tokens", "lm_head"]), {"hotswap"}),
+    "tokens": (lora(trainable_token_indices=[3, 4]), {"hotswap"}),
+    "loha": (lambda model: LoHaConfig(r=4, target_modules=LAYERS), {"weighted", "hotswap"}),
+    "lokr": (lambda model: LoKrConfig(r=4, target_modules=LAYERS), {"weighted", "hotswap"}),
+    "ia3": (
+        lambda model: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        {"weighted", "hotswap"},
+    ),
+    "vera": (lambda model: VeraConfig(r=4, target_modules=["q_proj"]), {"load_adapter", "weighted", "hotswap"}),
+    "norms": (lambda model: LNTuningConfig(target_modules=["input_layernorm"]), {"weighted", "hotswap"}),
+    "trainable-tokens": (lambda model: TrainableTokensConfig(token_indices=[3, 4]), {"weighted", "hotswap"}),
+    "prompt": (
+        lambda model: PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        {"load_adapter", "merge", "weighted", "hotswap"},
+    ),
+}  # fmt: skip
+
+
+def base(**changes):
+    return tiny.model("kmk", **changes).double()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def adapted(model, config):
+    """An adapter that acts: all it trains is moved away from where it begins."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapter = get_peft_model(model, config)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return adapter.double()
+
+
+def tree(model):
+    """What a refusal must not change: modules, parameters with their flags and values."""
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    return modules, [(name, p.requires_grad, p.detach().clone()) for name, p in model.named_parameters()]
+
+
+def same_tree(one, other):
+    same = one[0] == other[0] and len(one[1]) == len(other[1])
+    return same and all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(one[1], other[1], strict=True))
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_verb_works_or_changes_nothing(tuner, tmp_path):
+    configure, refused = TUNERS[tuner]
+    model = base()
+    plain = logits(model)
+    adapter = adapted(model, configure(model))
+    acting = logits(adapter)
+    assert (acting[:, -20:] - plain).abs().max() > 1e-3
+
+    def verb(name, act):
+        """Whether it worked; a refusal leaves the adapter's tree and what it computes."""
+        before = tree(adapter)
+        if name in refused:
+            with pytest.raises((ValueError, TypeError, AttributeError)):
+                act()
+        else:
+            act()
+        assert same_tree(tree(adapter), before) or name not in refused
+        torch.testing.assert_close(logits(adapter), acting, **CLOSE)
+
+    def generate():
+        tokens = adapter.generate(input_ids=IDS, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert tokens.shape[1] == IDS.shape[1] + 3
+
+    def disable():
+        with adapter.disable_adapter():
+            assert torch.equal(logits(adapter), plain)
+
+    def merge():
+        adapter.merge_adapter()
+        torch.testing.assert_close(logits(adapter), acting, **CLOSE)
+        adapter.unmerge_adapter()
+
+    def second():
+        adapter.add_adapter("second", configure(adapter))
+        adapter.double().set_adapter("second")
+        assert not torch.allclose(logits(adapter), acting, atol=1e-4)
+        adapter.set_adapter("default")
+
+    def weighted():
+        adapter.add_weighted_adapter(["default", "second"], [0.5, 0.5], "mixed", combination_type="cat")
+        adapter.delete_adapter("mixed")
+
+    def load_adapter():
+        again = base()
+        before = tree(again)
+        try:
+            again.load_adapter(tmp_path)
+        except ValueError:
+            assert same_tree(tree(again), before) and not again._hf_peft_config_loaded
+            raise
+        torch.testing.assert_close(logits(again.double()), acting, **CLOSE)
+
+    verb("generate", generate)
+    verb("disable", disable)
+    adapter.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(base(), tmp_path).double()
+    torch.testing.assert_close(logits(again), acting, atol=1e-6, rtol=0)  # some tuners make their factors in float32
+    verb("load_adapter", load_adapter)
+    verb("merge", merge)
+    verb("second", second)
+    verb("weighted", weighted)
+    verb("hotswap", lambda: hotswap_adapter(adapter, str(tmp_path), "default"))
+    verb("delete", lambda: adapter.delete_adapter("second"))
+    if "merge" not in refused:
+        torch.testing.assert_close(logits(adapter.merge_and_unload()), acting, **CLOSE)
+
+
+REFUSED = {
+    "prefix tuning": (
+        lambda model: PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM", num_layers=3, token_dim=56),
+        "most layers here have a recurrent state",
+    ),
+    "DoRA on experts": (lora(target_modules=["q_proj", "experts"], use_dora=True), "use_dora"),
+    "LoHa on experts": (lambda model: LoHaConfig(r=4, target_modules=["q_proj", "experts"]), "KimiK3Experts"),
+    "a norm": (lora(target_modules=["q_proj", "input_layernorm"]), "KimiK3RMSNorm"),
+    "packed bytes": (lora(target_parameters=["experts.down_proj_packed"]), "holds packed bytes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_added_leaves_the_model(case, second, tmp_path):
+    """Also beside an adapter that is there; a part of the new one had been added before it failed."""
+    configure, sentence = REFUSED[case]
+    model = base(**(tiny.PACKED if "packed" in case else {}))
+    holder = adapted(model, lora(target_modules=["q_proj", "experts"])(model)) if second else model
+    before, computed = tree(holder), logits(holder)
+    sentence = (
+        f"{sentence}|Cannot combine adapters with different peft types|is not a valid target" if second else sentence
+    )
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        if second:
+            holder.add_adapter("other", configure(model))
+        else:
+            get_peft_model(model, configure(model))
+    assert same_tree(tree(holder), before) and torch.equal(logits(holder), computed)
+    if second:
+        assert list(holder.peft_config) == ["default"]
+
+
+@pytest.mark.parametrize("way", ["PeftModel", "second", "load_adapter"])
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_that_lacks_a_tensor_is_refused(way, tmp_path):
+    """peft begins it at random and warns."""
+    model = base()
+    adapted(model, LoraConfig(r=4, **lora_targets(model))).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    lost = [name for name in tensors if "layers.1." in name and ("down_B" in name or "kv_b_proj.lora_A" in name)]
+    save_file({name: tensor for name, tensor in tensors.items() if name not in lost}, file)
+    model = base()
+    holder = adapted(model, lora()(model)) if way == "second" else model
+    before, computed = tree(holder), logits(holder)
+    with pytest.raises(ValueError, match=rf"the adapter in .* lacks .*layers\.1\..* and {len(lost) - 1} more, and its"):
+        if way == "PeftModel":
+            PeftModel.from_pretrained(model, tmp_path)
+        else:
+            holder.load_adapter(str(tmp_path), "other")
+    assert same_tree(tree(holder), before) and torch.equal(logits(holder), computed)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_text_only_and_multimodal_classes_read_each_others_adapters(tmp_path):
+    text = KimiK3ForCausalLM(tiny.config("kmk")).double()
+    whole = KimiK3ForConditionalGeneration(KimiK3Config(text_config=tiny.config("kmk"), **tiny.SPECIAL)).double()
+    whole.language_model.load_state_dict(text.state_dict())
+    folders = {}
+    for name, model in (("text", text), ("whole", whole)):
+        adapter = adapted(copy.deepcopy(model), LoraConfig(r=4, **lora_targets(model)))
+        expected = logits(adapter)
+        folders[name] = tmp_path / name
+        adapter.save_pretrained(folders[name])
+    for name, reader in (("text", whole), ("whole", text)):
+        loaded = PeftModel.from_pretrained(copy.deepcopy(reader), folders[name])
+        torch.testing.assert_close(logits(loaded), expected, **CLOSE)
+        loaded.load_adapter(folders[name], "second")
+        loaded.set_adapter("second")
+        torch.testing.assert_close(logits(loaded), expected, **CLOSE)
+        loaded = copy.deepcopy(reader)
+        loaded.load_adapter(folders[name])
+        torch.testing.assert_close(logits(loaded), expected, **CLOSE)
+
+
+FRESH = """
+import sys, warnings, torch
+warnings.simplefilter("ignore")
+from transformers import AutoModelForCausalLM
+base, adapter, out, remote = sys.argv[1:]
+if remote:
+    assert "kimi_k3" not in sys.modules
+else:
+    import kimi_k3
+trust = {"trust_remote_code": bool(remote), "dtype": torch.float32}
+models = {"Auto": AutoModelForCausalLM.from_pretrained(adapter, **trust)}
+assert ("kimi_k3" in sys.modules) != bool(remote)
+models["load_adapter"] = AutoModelForCausalLM.from_pretrained(base, **trust)
+models["load_adapter"].load_adapter(adapter)
+from peft import AutoPeftModelForCausalLM, PeftModel
+models["AutoPeft"] = AutoPeftModelForCausalLM.from_pretrained(adapter, **trust)
+models["PeftModel"] = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **trust), adapter)
+ids = torch.arange(3, 23)[None]
+with torch.no_grad():
+    torch.save({name: model.eval()(input_ids=ids).logits for name, model in models.items()}, out)
+"""
+
+
+@pytest.mark.parametrize("remote", ["", "remote"], ids=["installed", "remote-code"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_fresh_process_loads_an_adapter_folder(remote, tmp_path):
+    """Experts packed and adapted, and no import but of the model: what lm-eval, trl and the like do."""
+    tiny.model("kmk", **tiny.PACKED).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapter = adapted(model, LoraConfig(r=4, **lora_targets(model))).float()
+    adapter.save_pretrained(tmp_path / "adapter")
+    arguments = [str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "logits.pt"), remote]
+    environment = tiny.environment(HF_MODULES_CACHE=str(tmp_path / "modules"), HF_HUB_OFFLINE="1")
+    subprocess.run([sys.executable, "-P", "-c", FRESH, *arguments], check=True, env=environment)
+    expected = logits(adapter)
+    for way, got in torch.load(tmp_path / "logits.pt").items():
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0, msg=lambda text, way=way: f"{way}: {text}")
