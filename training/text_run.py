@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from .. import KimiK3ForCausalLM
-from ..files_kimi_k3 import DamagedFile, load_state, save_state
+from ..files_kimi_k3 import DamagedFile, load_state, save_state, written_whole
 from ..kernels.cross_entropy import IGNORED, chunked_cross_entropy
 from ..runs_kimi_k3 import lock, postponed_stop
 from .balancing import QuantileBalancer
@@ -87,38 +88,58 @@ class TextTraining:
         self._lock = lock(folder, DataError)  # until `train` has returned, or nobody holds this object
         self._load()
         # Steps after the saved state will write their lines again; the kill may have cut off the last line.
-        self.log_file.write_bytes(b"".join(_lines_until(self.log_file, self.step)))
+        with self._writing(self.log_file), written_whole(self.log_file) as aside:
+            aside.write_bytes(b"".join(_lines_until(self.log_file, self.step)))
 
     def kept(self) -> str:
         """What an interruption leaves, and how to go on."""
         saved = f"{self.folder} keeps the state after step {self.saved_step} of {self.run.steps}"
         return f"{saved if self.saved_step else 'no step was saved yet'}, and the same command goes on from there"
 
+    @contextlib.contextmanager
+    def _writing(self, file: Path):
+        """Around the writing of a file: a disk that is full, for example, ends the run with a sentence."""
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:
+            reason: BaseException | None = error
+            while reason is not None and not isinstance(reason, OSError):  # torch's writer fails because of one
+                reason = reason.__context__
+            said = error if reason is None else reason.strerror or reason
+            raise DataError(f"{file} cannot be written ({said}): {self.kept()}") from error
+
     def train(self) -> None:
         """Do the remaining steps, then save the model.
 
         Raises:
             FloatingPointError: for a loss or gradient that is not finite; the last saved state stays as it is.
+            DataError: for data that cannot be read on, and a folder that cannot be written any more, where the last
+                saved state stays too.
             KeyboardInterrupt: after Ctrl-C or SIGTERM, once the step under way is done and its state is saved; at once
                 after a second one, which leaves the last saved state.
         """
+        with self._lock:
+            self._steps()
+            with self._writing(self.folder / "model"):
+                self.model.save_pretrained(self.folder / "model")
+                self.tokenizer.save_pretrained(self.folder / "model")
+                draw_curve(self.log_file, self.folder / "curve.png")
+
+    def _steps(self):
         self.model.train()
         bar = tqdm(total=self.run.steps, initial=self.step, desc="train", unit="step", mininterval=1.0)
         notice = "the state is saved behind this step; Ctrl-C again stops at once"
-        with self._lock, bar, self.log_file.open("a") as log, postponed_stop(notice) as stops:
+        with bar, postponed_stop(notice) as stops:
             while self.step < self.run.steps:
                 metrics = self._one_step()
-                log.write(json.dumps(metrics) + "\n")
-                log.flush()
+                with self._writing(self.log_file), self.log_file.open("a") as log:
+                    log.write(json.dumps(metrics) + "\n")
                 bar.update()
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", refresh=False)
                 if self.step % self.save_every == 0 or self.step == self.run.steps or stops:
                     self._save()
                 if stops:
                     raise stops[0]
-        self.model.save_pretrained(self.folder / "model")
-        self.tokenizer.save_pretrained(self.folder / "model")
-        draw_curve(self.log_file, self.folder / "curve.png")
 
     def _one_step(self):
         started, device = time.perf_counter(), self.model.device
@@ -162,7 +183,8 @@ class TextTraining:
             "step": self.step,
             "tokens": self.tokens,
         }
-        save_state(state, self.state_file)
+        with self._writing(self.state_file):
+            save_state(state, self.state_file)
         self.saved_step = self.step
 
     def _load(self):
@@ -186,19 +208,27 @@ class TextTraining:
 
 
 def _lines_until(log: Path, step: int) -> list[bytes]:
-    """The whole lines of a log, up to that of a step.
+    """The lines of a log up to that of a step, without what a kill cut off; damaged ones stay in their place.
 
     Raises:
         DataError: for a log in which two runs have written.
     """
-    numbers, lines = [], []
-    for line in log.read_bytes().splitlines() if log.exists() else []:
-        with contextlib.suppress(ValueError, LookupError, TypeError):  # cut off by a kill, or damaged
-            numbers.append(int(json.loads(line)["step"]))
-            lines.append(line + b"\n")
-    if len(numbers) > (last := max(numbers, default=0)):
-        raise DataError(f"{log} has {len(numbers)} lines of {last} steps: two runs have written it, so move it away")
-    return [line for number, line in zip(numbers, lines, strict=True) if number <= step]
+    lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []
+    steps = [_step_of(line) for line in lines]
+    known = [number for number in steps if number is not None]
+    if len(known) > max(known, default=0):
+        raise DataError(
+            f"{log} has {len(known)} lines of {max(known)} steps: two runs have written it, so move it away"
+        )
+    later = (place for place, number in enumerate(steps) if number is not None and number > step)
+    return [line + b"\n" for line in lines[: next(later, None)]]
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def draw_curve(log: Path, picture: Path) -> None:

@@ -387,3 +387,36 @@ def test_two_processes_do_not_work_in_one_folder(checkpoint, data, tmp_path, cap
     assert log.read_text() == first + first + second
     log.write_text(first + second + '{"step"')
     assert cli.main(argv) == 0 and log.read_text() == first + second
+
+
+@pytest.mark.one_release
+@pytest.mark.parametrize("file", ["state.pt", "metrics.jsonl", "model"])
+def test_a_disk_that_fills_leaves_the_last_state(file, checkpoint, data, tmp_path, monkeypatch, capsys):
+    """At the second state, at a line of the log, at the trained model; with room again the run goes on."""
+    resource = pytest.importorskip("resource")
+    usual, run = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "run"
+    argv = arguments(checkpoint, data / "text.jsonl", run, "--steps", "6", "--save-every", "2")
+    owner, name, call, room, kept = {
+        "state.pt": (text_run, "save_state", 2, 10_000, 2),
+        "metrics.jsonl": (text_run.TextTraining, "_one_step", 5, 200, 4),
+        "model": (KimiK3ForCausalLM, "save_pretrained", 1, 1000, 6),
+    }[file]
+    exact, calls = getattr(owner, name), []
+
+    def full(*args, **options):
+        calls.append(1)
+        if len(calls) == call:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, usual[1]))
+        return exact(*args, **options)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            line = refusal(capsys, *argv).splitlines()[-1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    keeps = f"{run} keeps the state after step {kept} of 6, and the same command goes on from there"
+    assert line == f"kimi-k3 train: {run / file} cannot be written (File too large): {keeps}"
+    assert torch.load(run / "state.pt", weights_only=True)["step"] == kept
+    assert cli.main(argv) == 0
+    assert len(losses(run)) == 6 and (run / "model" / "model.safetensors").exists()
