@@ -8,7 +8,12 @@ adapter is float32 beside the weights that it adapts. Here each kind becomes a u
 import dataclasses
 from collections import Counter
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 
 def fully_shard_by_dtype(model: nn.Module, mp_policy=None, **options) -> nn.Module:
@@ -36,6 +41,15 @@ def fully_shard_by_dtype(model: nn.Module, mp_policy=None, **options) -> nn.Modu
     if not layers:
         raise ValueError(f"{type(model).__name__} has no decoder layer of Kimi K3 to shard")
     policy = mp_policy or MixedPrecisionPolicy()
+    mesh = options.get("mesh")
+    processes = dist.get_world_size() if mesh is None else mesh.shape[-1]
+    if (empty := _left_empty(model, processes)) and dist.get_rank() == 0:
+        logger.warning(
+            f"{len(empty)} parameters, {empty[0]} first, are too short to give each of {processes} processes a part: "
+            "accelerate takes them for one when a checkpoint saves the optimizer. Pass save_only_model=True to the "
+            "Trainer, or save with torch.distributed.checkpoint"
+        )
+    options.setdefault("shard_placement_fn", lambda parameter: _without_empty_parts(parameter, processes))
     exempt = set()
     if policy.param_dtype is not None:
         if not all(p.is_floating_point() for p in model.parameters()):
@@ -83,3 +97,30 @@ def fully_shard_by_dtype(model: nn.Module, mp_policy=None, **options) -> nn.Modu
         if getattr(type(module), "_no_split_modules", None):
             module._no_split_modules = sorted({type(layer).__name__ for layer in layers})
     return model
+
+
+def _has_empty_part(length: int, processes: int) -> bool:
+    """Whether a dimension cut as `torch.chunk` does it leaves the last process nothing."""
+    return -(-length // processes) * (processes - 1) >= length
+
+
+def _without_empty_parts(parameter: nn.Parameter, processes: int) -> Shard | None:
+    """The dimension along which every process gets a part of the parameter; None, the first one, if there is none.
+
+    Of a query [1, hidden] the first process would get all. accelerate tells the parameters of an optimizer apart by the
+    addresses of their parts, and empty ones have none: it would take all of them for one, and saving the optimizer
+    would wait for states that are not there. FSDP2 cuts other dimensions than the first into equal parts only.
+    """
+    if not _has_empty_part(len(parameter), processes):
+        return None
+    return next((Shard(i) for i in range(1, parameter.ndim) if parameter.shape[i] % processes == 0), None)
+
+
+def _left_empty(model: nn.Module, processes: int) -> list[str]:
+    """Names of the parameters that train and of which a process gets nothing all the same."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        name
+        for name, parameter in trained
+        if _has_empty_part(len(parameter), processes) and _without_empty_parts(parameter, processes) is None
+    ]

@@ -1,6 +1,7 @@
 """DDP, FSDP2 by itself and through accelerate, in two processes on the CPU; a sharded checkpoint back in one."""
 
 import copy
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import TrainerCallback
 
 import kimi_k3
-from kimi_k3.parallel import fully_shard_by_dtype
+from kimi_k3.parallel import fully_shard_by_dtype, sharding
 from kimi_k3.training import (
     PerHeadMuon,
     QuantileBalancer,
@@ -180,38 +182,106 @@ def through_accelerate(rank, folder, out):
         torch.save({"losses": losses, "weights": whole, "moments": moments}, out / "expected.pt")
 
 
-def trainer(rank, folder, out, on_cpu=True):
+def sharded_trainer(model, out, steps, on_cpu=True, muon=False):
+    """Trains under FSDP2 and saves half way and at the end, where the model is again what it was when its loss was
+    highest."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
-        out / "run",
-        max_steps=5,
+        out,
+        max_steps=steps,
         per_device_train_batch_size=1,
         learning_rate=5e-3,
         fsdp=True,
         fsdp_config={"fsdp_version": 2},
         use_cpu=on_cpu,
         report_to="none",
-        save_strategy="no",
+        eval_strategy="steps",
+        eval_steps=max(steps // 2, 1),
+        save_steps=max(steps // 2, 1),
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,
         logging_steps=1,
         disable_tqdm=True,
     )
     device = arguments.device  # this makes the process group where there is none
     if on_cpu:
         accelerate_on_a_cpu()
-    model = fully_shard_by_dtype(load(folder, dequantize=True).to(device))
+    model = fully_shard_by_dtype(model.to(device))
+    # Under FSDP a Trainer makes the optimizer itself: it takes a class and its arguments.
+    optimizer = (PerHeadMuon, {"params": muon_groups(model), "lr": 5e-3}) if muon else None
     data = [{"input_ids": texts(0)[0], "labels": texts(0)[0]}] * 10
-    trained = Trainer(model, arguments, train_dataset=data, callbacks=[QuantileBalancerCallback()])
-    assert trained.accelerator.is_fsdp2 and trained.is_fsdp_enabled
+    made = Trainer(
+        model,
+        arguments,
+        train_dataset=data,
+        eval_dataset=data[:2],
+        callbacks=[QuantileBalancerCallback()],
+        optimizer_cls_and_kwargs=optimizer,
+    )
+    assert made.accelerator.is_fsdp2 and made.is_fsdp_enabled
+    return made
+
+
+def losses_of(trained, kind="loss"):
+    logged = [line for line in trained.state.log_history if kind in line]
+    assert kind != "loss" or all(line["router_max_load"] >= 1 for line in logged)
+    return [line[kind] for line in logged]
+
+
+def trainer(rank, folder, out, on_cpu=True):
+    """Saved and put back to the best step: a whole model with Muon, and adapters on a packed one, which go on too."""
+    from peft import LoraConfig, get_peft_model
+
+    from kimi_k3.training import lora_targets
+
+    trained = sharded_trainer(load(folder, dequantize=True), out / "whole", 4, on_cpu, muon=True)
     trained.train()
-    logged = [line for line in trained.state.log_history if "loss" in line]
-    assert len(logged) == 5 and all(line["router_max_load"] >= 1 for line in logged)
-    assert logged[-1]["loss"] < logged[0]["loss"] - 1
+    best, last = losses_of(trained, "eval_loss")
+    assert len(losses_of(trained)) == 4 and last < losses_of(trained)[0] - 1
+    assert trained.evaluate()["eval_loss"] == best > last
     trained.save_model(out / "trained")
     dist.barrier()
-    again = load(out / "trained").to(device)
-    ids = texts(0).to(device)
-    torch.testing.assert_close(model(ids, labels=ids).loss, again(ids, labels=ids).loss, rtol=1e-2, atol=1e-2)
+    again, ids = load(out / "trained").to(trained.model.device), texts(0).to(trained.model.device)
+    assert again(ids, labels=ids).loss.item() == pytest.approx(best, rel=1e-5)
+
+    def adapted():
+        torch.manual_seed(0)
+        model = load(folder)
+        return get_peft_model(model, LoraConfig(r=2, **lora_targets(model)))
+
+    trained = sharded_trainer(adapted(), out / "adapted", 2, on_cpu)
+    trained.train()
+    best, last = losses_of(trained, "eval_loss")
+    assert trained.evaluate()["eval_loss"] == best > last
+    resumed = sharded_trainer(adapted(), out / "adapted", 2, on_cpu)
+    resumed.train(resume_from_checkpoint=str(out / "adapted" / "checkpoint-1"))
+    assert losses_of(resumed) == losses_of(trained) and losses_of(resumed, "eval_loss") == [best, last]
+
+
+def stop(*args, **kwargs):
+    raise InterruptedError("the checkpoint is read, and no step was made")
+
+
+def in_one_alone(data_dir, out):
+    """A checkpoint of two processes in one: weights, biases and the state of the optimizer."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    dist.init_process_group("gloo", init_method=f"file://{out / 'alone'}", rank=0, world_size=1)
+    checkpoint = out / "whole" / "checkpoint-2"
+    alone = sharded_trainer(load(data_dir / "k3_tiny_mxfp4", dequantize=True), out / "whole", 4, muon=True)
+    alone.add_callback(type("Stop", (TrainerCallback,), {"on_train_begin": stop}))
+    with pytest.raises(InterruptedError):
+        alone.train(resume_from_checkpoint=str(checkpoint))
+    saved, optimizer = torch.load(checkpoint / "optimizer.bin")["state"], alone.optimizer.optimizer
+    states = {name: optimizer.state[p] for name, p in alone.model.named_parameters() if p in optimizer.state}
+    assert saved.keys() == states.keys() and len(states) > 100
+    for name, state in states.items():
+        for key, tensor in state.items():
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            assert torch.equal(whole, saved[name][key].to(whole)), (name, key)
+    assert alone.evaluate()["eval_loss"] == losses_of(alone, "eval_loss")[0]
+    dist.destroy_process_group()
 
 
 def in_one_of_two(rank, data_dir, out):
@@ -255,6 +325,21 @@ def test_two_processes_train_as_one_and_one_goes_on(data_dir, tmp_path):
         assert torch.equal(loss_of(folder, rank), expected["losses"][rank])
 
 
+@pytest.mark.one_release
+def test_every_process_gets_a_part_if_it_can():
+    """Rows as `torch.chunk` cuts them; columns where these leave out a process and divide; else there is a warning."""
+    for rows, columns in itertools.product((1, 2, 5, 8, 96), (None, 12, 7)):
+        parameter = torch.nn.Parameter(torch.zeros(rows, *filter(None, [columns])))
+        for processes in (1, 2, 3, 4, 64):
+            chosen = sharding._without_empty_parts(parameter, processes)
+            by_rows = len(parameter.chunk(processes)) == processes
+            by_columns = columns is not None and columns % processes == 0
+            assert (chosen is not None) == (not by_rows and by_columns), (rows, columns, processes)
+            assert chosen is None or chosen.dim == 1
+            holder = torch.nn.ParameterDict({"weight": parameter})
+            assert sharding._left_empty(holder, processes) == ([] if by_rows or by_columns else ["weight"])
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_the_trainer_on_two_gpus(data_dir, tmp_path):
     run_script(__file__, data_dir, tmp_path, gpus=2, check=True)
@@ -272,3 +357,7 @@ elif __name__ == "__main__":
     for process in started:
         process.join()
     assert [process.exitcode for process in started] == [0, 0]
+    alone = processes.Process(target=in_one_alone, args=folders)
+    alone.start()
+    alone.join()
+    assert alone.exitcode == 0
