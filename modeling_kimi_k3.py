@@ -22,7 +22,11 @@ from transformers import initialization as init
 from transformers.core_model_loading import WeightTransform
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import OutputRecorder
@@ -803,6 +807,20 @@ class KimiK3MultimodalForTokenClassification(KimiK3ForTokenClassification):
     """The same, from the text part of a multimodal checkpoint; it is saved as a text model."""
 
     config_class = KimiK3Config
+
+
+# Pipelines know by name what fits their task.
+for _names, _classes in (
+    (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        (KimiK3ForSequenceClassification, KimiK3MultimodalForSequenceClassification),
+    ),
+    (
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+        (KimiK3ForTokenClassification, KimiK3MultimodalForTokenClassification),
+    ),
+):
+    _names.update({each.__name__: each.__name__ for each in _classes})
 
 
 __all__ = [

@@ -42,7 +42,7 @@ setup(
     extras_require={
         # CUDA builds of torch bring triton along; this is for builds that do not.
         "triton": ["triton; platform_system == 'Linux'"],
-        "train": ["datasets", "peft>=0.21", "tqdm"],
+        "train": ["datasets", "peft>=0.21", "tqdm", "trl>=1.16"],
         # `ruler` is what lm-eval's own RULER tasks need.
         "eval": ["lm-eval[hf,ruler]>=0.4.13", "matplotlib", "tqdm"],
         "plots": ["matplotlib"],

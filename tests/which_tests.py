@@ -38,6 +38,7 @@ COST = "costs/test_cost.py"
 REPLAY = "costs/test_replay.py"
 TEXT_RUNS = "training/test_text_training.py"
 RECIPE = "recipes/test_small.py"
+POST_TRAINING = "recipes/test_post_training.py"
 CUT_ROWS = "parallel/test_context_parallel.py"
 TENSOR_PARALLEL = "parallel/test_tensor_parallel.py"
 BROKEN_OFF = "cache/test_broken_off.py"
@@ -178,8 +179,10 @@ TESTS = {
     "training/lora.py": ("training/test_lora.py", "training/test_trl.py", "conversion/test_conversion_adapters.py"),
     "training/muon.py": ("training/test_muon.py",),
     "training/qat.py": ("training/test_qat.py", RECIPE),
+    "training/replay.py": (POST_TRAINING,),
     "training/text_data.py": (TEXT_RUNS,),
     "training/text_run.py": (TEXT_RUNS,),
+    "recipes/post_training.py": (POST_TRAINING,),
     "recipes/small/corpus.py": (RECIPE,),
     "recipes/small/data.py": (RECIPE,),
     "recipes/small/episodes.py": (RECIPE,),

@@ -7,7 +7,12 @@ from .balancing import QuantileBalancer, QuantileBalancerCallback
 from .muon import PerHeadMuon, QKClip, muon_groups
 from .qat import finish_qat, start_qat
 
-_NEEDS_PEFT = ("export_expert_loras", "lora_targets")
+# name -> its module, and the package that this one needs
+_OPTIONAL = {
+    "ReplayGRPOTrainer": ("replay", "trl"),
+    "export_expert_loras": ("lora", "peft"),
+    "lora_targets": ("lora", "peft"),
+}
 
 __all__ = [
     "PerHeadMuon",
@@ -18,17 +23,17 @@ __all__ = [
     "finish_qat",
     "muon_groups",
     "start_qat",
-    *_NEEDS_PEFT,
+    *_OPTIONAL,
 ]
 
 
 def __getattr__(name):
-    if name not in _NEEDS_PEFT:
+    if name not in _OPTIONAL:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, package = _OPTIONAL[name]
     try:
-        module = importlib.import_module(".lora", __name__)
+        return getattr(importlib.import_module(f".{module}", __name__), name)
     except ModuleNotFoundError as error:
-        if error.name != "peft":
+        if error.name != package:
             raise
-        raise ImportError(f"{name} needs peft: pip install 'kimi-k3[train]'") from error
-    return getattr(module, name)
+        raise ImportError(f"{name} needs {package}: pip install 'kimi-k3[train]'") from error

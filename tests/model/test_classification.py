@@ -1,11 +1,19 @@
 """The classes with a head for labels: loaded from a language model, trained, saved, read by the Auto classes."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    pipeline,
+)
 
+import kimi_k3
 import tiny
 from kimi_k3 import (
     KimiK3Config,
@@ -14,6 +22,7 @@ from kimi_k3 import (
     KimiK3Model,
 )
 
+SMALL = Path(kimi_k3.__file__).parent / "checkpoints" / "small"
 CLASSES = [
     (AutoModelForSequenceClassification, KimiK3ForSequenceClassification),
     (AutoModelForTokenClassification, KimiK3ForTokenClassification),
@@ -58,6 +67,16 @@ def test_a_language_model_gets_a_head_for_labels(auto, kind, causal, ids, tmp_pa
         assert torch.equal(auto.from_pretrained(tmp_path).eval()(ids).logits, model(ids).logits)
     report = KimiK3Model.from_pretrained(tmp_path, output_loading_info=True)[1]
     assert not report["missing_keys"] and not report["unexpected_keys"]
+
+
+def test_pipelines_know_the_classes(causal, caplog):
+    """They log an error about a class that is not in their list."""
+    tokenizer = AutoTokenizer.from_pretrained(SMALL)
+    for task, (_, kind) in zip(("text-classification", "token-classification"), CLASSES, strict=True):
+        model = kind(tiny.config("km", vocab_size=2048))
+        found = pipeline(task, model=model, tokenizer=tokenizer, device="cpu")("The house stood on a hill.")
+        assert {entry.get("label", entry.get("entity")) for entry in found} <= {"LABEL_0", "LABEL_1"} and found
+    assert "not supported" not in caplog.text
 
 
 @torch.no_grad()
