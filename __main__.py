@@ -10,6 +10,7 @@ import sys
 
 from .cli.common import Parser, add_debug, run_or_explain
 from .cli.generate import COMMANDS as GENERATE_COMMANDS
+from .cli.warmup import COMMANDS as WARMUP_COMMANDS
 from .conversion.commands import COMMANDS as CONVERSION_COMMANDS
 from .costs.commands import COMMANDS as COSTS_COMMANDS
 from .eval.commands import COMMANDS as EVAL_COMMANDS
@@ -24,6 +25,7 @@ COMMANDS = {
     **EVAL_COMMANDS,
     **COSTS_COMMANDS,
     **SERVING_COMMANDS,
+    **WARMUP_COMMANDS,
 }
 
 

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +17,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOut
 
 from .cache_kimi_k3 import HybridCache
 from .graph_kimi_k3 import CapturedForward, CapturedSteps, can_capture, has_graphs, release_steps
+from .warmup_kimi_k3 import warm_up_all, warm_up_once
 
 # transformers 5.24 renamed `past_key_values` to `cache`; the field of the output says which one this release uses.
 CACHE_ARGUMENT = (
@@ -258,7 +259,35 @@ class KimiK3GenerationMixin(GenerationMixin):
             cache.keep_recorded(MOST_DRAFTED)
         return super()._assisted_decoding(input_ids, *args, **kwargs)
 
+    def warmup(
+        self,
+        batch_sizes: Sequence[int] = (1,),
+        prompt_lengths: Sequence[int] = (1024,),
+        training: bool = False,
+        progress: bool = True,
+    ) -> list[str]:
+        """Compile what this model's kernels need on its GPU, many at a time, so that no later forward waits for it.
+
+        The first `generate` does it for its own batch by itself. Kernels differ between a prompt and a step, between
+        padded batches and plain ones, and with the number of rows that an expert gets; they do not between lengths
+        otherwise. What is compiled lies in Triton's cache folder (`docs/kernels.md`).
+
+        Args:
+            batch_sizes: rows of the batches to come; of more than one, padded ones too.
+            prompt_lengths: tokens of a row, each with each batch size.
+            training: compile a training step of the first batch size and the longest length as well.
+            progress: draw a bar.
+
+        Returns:
+            the names of the kernels compiled, or loaded from the cache.
+
+        Raises:
+            RuntimeError: where no kernels run, with the reason.
+        """
+        return warm_up_all(self, batch_sizes, prompt_lengths, training, progress)
+
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        warm_up_once(self, *input_ids.shape, model_kwargs.get("attention_mask"))
         outputs = self._checked_prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
         if isinstance(generation_config.compile_config, CapturedSteps):
             generation_config.compile_config.drop_unread(model_kwargs)

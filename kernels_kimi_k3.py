@@ -4,6 +4,7 @@ The import below is one that editors and type checkers follow. transformers' loa
 regular expression would look for a file `kernels.py`, hence the line break in front of `import`. What the loader has to
 copy along is listed here in the form that the expression reads, with a slash:
 
+from .kernels/ahead import
 from .kernels/attn_res import
 from .kernels/attn_res_triton import
 from .kernels/cross_entropy import
@@ -39,12 +40,13 @@ from .kernels/triton_tools import
 # isort: off
 from .kernels \
     import (
-        attn_res, cross_entropy, dispatch, experts, kda, kda_step, mla_decode, mla_prefill, mxfp4, norms, router,
+        ahead, attn_res, cross_entropy, dispatch, experts, kda, kda_step, mla_decode, mla_prefill, mxfp4, norms, router,
         short_conv, situ,
     )  # fmt: skip
 # isort: on
 
 __all__ = [
+    "ahead",
     "attn_res",
     "cross_entropy",
     "dispatch",

@@ -29,6 +29,7 @@ CODE_FILES = tuple(
         "remote_code",
         "rollback",
         "vision",
+        "warmup",
     )
 )
 

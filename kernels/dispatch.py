@@ -5,7 +5,8 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ _broken: dict[str, str] = {}
 TORCH = "the torch path instead of its Triton kernels"
 PORTABLE = "portable kernels, slower ones, instead of its Gluon kernels"
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Of a thread, whether its launches compile and do not run.
+_mode = threading.local()
 
 
 def triton_refusal(*tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> str | None:
@@ -101,7 +104,8 @@ def run_kernels(function: Callable[..., Any], *arguments: Any) -> Any:
         return None
     try:
         with _current(_device_of(arguments)):
-            return function(*arguments)
+            results = function(*arguments)
+        return zeroed(results) if is_compiling_only() else results
     except Exception as error:
         # Triton raises its own classes, and a plain RuntimeError where its pass manager gives up.
         if not type(error).__module__.startswith("triton") and "PassManager" not in str(error):
@@ -110,6 +114,30 @@ def run_kernels(function: Callable[..., Any], *arguments: Any) -> Any:
         _broken[operation] = reason
         _tell(reason, PORTABLE if operation.endswith("_gluon") else TORCH)
         return None
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """Around what this thread runs while nothing is launched: results of kernels are zeros, and expert 0 exists."""
+    _mode.compiles_only = True
+    try:
+        yield
+    finally:
+        _mode.compiles_only = False
+
+
+def is_compiling_only() -> bool:
+    return getattr(_mode, "compiles_only", False)
+
+
+def zeroed(results: Any) -> Any:
+    """The results of an operation, tensors and tuples of them, filled with zeros."""
+    if isinstance(results, torch.Tensor):
+        results.data.zero_()  # unseen by autograd, which would take it for a change of what it has saved
+    elif isinstance(results, list | tuple):
+        for result in results:
+            zeroed(result)
+    return results
 
 
 class Differentiable(torch.autograd.Function):

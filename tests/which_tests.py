@@ -45,6 +45,7 @@ BROKEN_OFF = "cache/test_broken_off.py"
 CLIENTS = "serving/test_clients.py"
 ROUTING = "model/test_router_replay.py"
 LABELS = "model/test_classification.py"
+AHEAD = "operations/test_ahead.py"
 
 TESTS = {
     "__init__.py": ("project/test_imports.py", CONFIGURATION, "model/test_remote_code.py"),
@@ -192,6 +193,9 @@ TESTS = {
     "recipes/small/train.py": (RECIPE,),
     "serving/connections.py": (CLIENTS,),
     "serving/prompts.py": (CLIENTS, SERVER),
+    "warmup_kimi_k3.py": (AHEAD,),
+    "cli/warmup.py": (AHEAD, CLI),
+    "kernels/ahead.py": (AHEAD,),
 }  # fmt: skip
 
 # Marked `quick`: file -> what is left out of it, a regular expression of names of tests ("" is nothing). The tests that
@@ -230,8 +234,7 @@ QUICK = {
     "operations/test_router_triton.py": "not_compile",
     "operations/test_situ_triton.py": "-(0.3|60.0|0.0001)]",
     "training/test_balancing.py": "fifty|two_processes|skewed_router|trainer",
-    "training/test_lora.py": "learn|not_finite|each_row|fresh|merging_into"
-    "|export|no_tensor|without|two_adapters|combination|mixed"
+    "training/test_lora.py": "learn|not_finite|each_row|fresh|merging_into|export|no_tensor|without|two_adapters|combination|mixed"
     "|dropout",
     "training/test_muon.py": "trainer|qk_clip_measures",
     "training/test_qat.py": "training_lowers",

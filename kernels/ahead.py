@@ -1,0 +1,98 @@
+"""Kernels compiled ahead of their first launch, several at a time.
+
+Triton compiles a kernel where it is launched, so that a first forward compiles thirty kernels one after another, and
+builds a launcher for each with the C compiler. Most of either is spent outside of Python's lock: threads share it.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from . import dispatch
+
+# With more threads the ones that hold Python's lock keep the others waiting.
+MOST_WORKERS = 16
+# Launches are changed for the whole process, for a thread at a time.
+_alone = threading.Lock()
+
+
+def is_possible() -> bool:
+    """Whether this Triton compiles in threads (from 3.6 on)."""
+    from . import triton_tools as tools
+
+    return hasattr(tools.triton, "AsyncCompileMode") and not tools.INTERPRETED
+
+
+def cache_folder() -> str:
+    """Where Triton keeps what it compiles: `TRITON_CACHE_DIR`, or a folder of the user's."""
+    import triton
+
+    return triton.knobs.cache.dir
+
+
+@contextlib.contextmanager
+def compiled_only(device: torch.device, progress: bool = False) -> Iterator[list[str]]:
+    """What this thread launches in the block is compiled and does not run: results of operations are zeros.
+
+    At the end of the block all that it asked for is compiled, stored in Triton's cache and loaded on the device. What
+    does not compile is left to the launch that needs it. Launches of other threads run as always.
+
+    Args:
+        progress: draw a bar while the last ones compile.
+
+    Yields:
+        the names of the kernels, complete behind the block.
+    """
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    names: list[str] = []
+    launch, thread = JITFunction.run, threading.get_ident()
+
+    def run(self, *args, grid, warmup, **kwargs):
+        return launch(self, *args, grid=grid, warmup=warmup or threading.get_ident() == thread, **kwargs)
+
+    workers = min(MOST_WORKERS, os.cpu_count() or 1)
+    with _alone, ThreadPoolExecutor(workers, initializer=_use, initargs=(device,)) as pool:
+        executor = _Loading(pool)
+        with triton.AsyncCompileMode(executor, ignore_errors=True):
+            JITFunction.run = run
+            try:
+                with dispatch.compiling_only():
+                    yield names
+            finally:
+                JITFunction.run = launch
+            done = as_completed(executor.futures)
+            for future in tqdm(done, "kernels compiled", len(executor.futures), disable=not progress, leave=False):
+                if future.exception() is None:
+                    names.append(future.result().name)
+
+
+def _use(device: torch.device) -> None:
+    """A thread of the pool loads kernels on the device of the one that asked."""
+    if device.type != "cpu":  # tests without a GPU
+        torch.get_device_module(device).set_device(device)
+
+
+class _Loading(Executor):
+    """A pool whose tasks compile a kernel, build its launcher and load it."""
+
+    def __init__(self, pool: ThreadPoolExecutor):
+        self.pool = pool
+        self.futures: list[Future] = []
+
+    def submit(self, compile_kernel: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future:
+        self.futures.append(self.pool.submit(_loaded, compile_kernel))
+        return self.futures[-1]
+
+
+def _loaded(compile_kernel: Callable[[], Any]) -> Any:
+    kernel = compile_kernel()
+    _ = kernel.run  # made at the first use
+    return kernel

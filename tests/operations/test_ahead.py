@@ -1,0 +1,128 @@
+"""Compiling ahead: nothing is launched, whole models ask for few kernels, and lengths for none of their own.
+
+On a processor, with a driver for sm_90 that has no GPU and a compiler that only counts.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+import tiny
+from kimi_k3 import warmup_kimi_k3
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.one_release
+
+PROGRAM = """
+import collections
+import threading
+from types import SimpleNamespace
+import torch
+import triton.compiler
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+driver.set_active(SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, get_current_stream=lambda _: 0))
+compiled, launches = collections.Counter(), []
+
+class Kernel:
+    function = packed_metadata = None
+    launch_metadata = staticmethod(lambda *_: None)
+    def __init__(self, name):
+        self.name = name
+    @property
+    def run(self):
+        compiled[self.name] += 1
+        return lambda *_: launches.append(self.name)
+
+triton.compiler.compile = lambda src, **_: Kernel(src.name)
+
+import tiny
+from kimi_k3 import warmup_kimi_k3
+from kimi_k3.cli.warmup import one_of_every_kind, unfilled_model
+from kimi_k3.kernels import ahead, dispatch, norms
+
+assert ahead.is_possible()
+dispatch.triton_refusal = lambda *tensors, sizes=(): None
+
+def ask(model, *sizes, **options):
+    compiled.clear()
+    warmup_kimi_k3.warm_up(model, *sizes, **options)
+    assert not launches
+    return dict(compiled)
+
+# Once the sizes that an expert gets are known, no length and no batch needs a prompt's kernels anew.
+experts = {"plan_kernel", "rank_kernel", "tiles_kernel", "place_kernel", "gate_up_kernel", "down_kernel"}
+model = tiny.model("kmk")
+first = ask(model, 1, 33)
+assert [first[f"{name}_kernel"] for name in ("norm", "mix", "glu", "conv", "prepare")] == [5, 3, 2, 1, 1], first
+for tokens in (17, 48, 100, 128, 200):
+    assert ask(model, 1, tokens).keys() <= experts
+assert not ask(model, 1, 199)
+assert ask(model, 16, 33).keys() <= experts | {"decode_kernel", "merge_kernel"}
+ask(model, 1, 33, training=True)
+assert ask(model, 2, 64, training=True).keys() <= experts
+
+# A model of few layers asks for all that the whole one does.
+config = tiny.config("kkkmkkkmkk", attn_res_block_size=3, hidden_size=72)
+small = one_of_every_kind(config)
+assert (small.num_hidden_layers, small.layer_types[1:3]) == (4, ["linear_attention", "full_attention"])
+few = unfilled_model(small, torch.float32, torch.device("cpu"))
+compiled.clear()
+few.warmup((1, 3), (40,), training=True, progress=False)
+assert compiled["mix_kernel"] >= 8 and compiled["mix_backward_kernel"] >= 4, compiled
+model = tiny.model("kkkmkkkmkk", attn_res_block_size=3, hidden_size=72)
+compiled.clear()
+model.warmup((1, 3), (40,), training=True, progress=False)
+assert not compiled, compiled
+# Nothing is left behind: gradients, the mode of the model, launches that do not run.
+assert all(parameter.grad is None for parameter in model.parameters()) and not model.training and not launches
+x, weight = torch.randn(3, 56), torch.ones(56)
+norms.rms_norm(x, weight, 1e-5)
+assert launches == ["norm_kernel"]
+launches.clear()
+# While one thread compiles ahead, others launch; results are zeros.
+with ahead.compiled_only(torch.device("cpu")):
+    assert not norms.rms_norm(x, weight, 1e-5).any() and not launches
+    other = threading.Thread(target=norms.rms_norm, args=(x, weight, 1e-5))
+    other.start()
+    other.join()
+assert launches == ["norm_kernel"]
+launches.clear()
+
+# The first prompt asks by itself, once, but not where a hook would see tokens that nobody sent.
+asked = []
+warmup_kimi_k3.warm_up = lambda model, *sizes: asked.append(sizes)
+for hooked in (False, True):
+    model = tiny.model("km")
+    type(model).device = torch.device("cuda")
+    if hooked:
+        model.lm_head.register_forward_hook(lambda *_: None)
+    for _ in range(2):
+        warmup_kimi_k3.warm_up_once(model, 2, 5, torch.tensor([[0, 1], [1, 1]]))
+assert asked == [(2, 5, True)], asked
+"""
+
+
+def test_what_a_model_launches_is_compiled_ahead():
+    environment = tiny.environment()
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-P", "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_without_kernels_there_is_nothing_to_compile():
+    model = tiny.model("k")
+    with pytest.raises(RuntimeError, match="nothing to compile ahead for this model: its kernels do not run: .* cpu"):
+        model.warmup()
+    warmup_kimi_k3.warm_up_once(model, 1, 5, None)
+    assert model not in warmup_kimi_k3._warm
+
+
+def test_sizes_that_cannot_be(monkeypatch):
+    monkeypatch.setattr(warmup_kimi_k3, "refusal", lambda model: None)
+    with pytest.raises(ValueError, match=r"prompt_lengths are numbers of at least 1, not \[8, 0\]"):
+        tiny.model("k").warmup(prompt_lengths=(8, 0))
