@@ -1,5 +1,6 @@
 """Conversion: every form of a checkpoint into every other, byte for byte where the formats allow it."""
 
+import argparse
 import itertools
 import json
 import shutil
@@ -657,3 +658,19 @@ def test_inspect_of_the_released_model_from_its_index(released_table, data_dir, 
     assert "93 layers: 69 KDA, 24 others" in table(alone) and "1,560,860,324,864  as the index says" in table(alone)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"layers.x": "a.safetensors", "head": "a.safetensors"}}))
     assert "?" in table(take_inventory(tmp_path))
+
+
+@pytest.mark.one_release
+def test_sizes_of_shards_as_people_write_them():
+    from kimi_k3.conversion.commands import byte_size
+
+    assert [byte_size(text) for text in ("1", "5GB", "1.5kb", " 2T ", "500m")] == [
+        1,
+        5 * 10**9,
+        1500,
+        2 * 10**12,
+        5 * 10**8,
+    ]
+    for text in ("0", "", "-1", "5 GB", "5X", "0.5"):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be a size like 5GB"):
+            byte_size(text)

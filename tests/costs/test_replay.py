@@ -75,6 +75,21 @@ def test_one_user_alone_waits_as_long_as_the_cost_model_says(k3):
     assert second.first - second.arrived == pytest.approx(node.prefill_seconds(k3, 98, 8192 * 2 + 2), rel=1e-2)
 
 
+def test_a_user_who_begins_again_begins_at_the_first_turn(k3):
+    """And an answer takes as many steps as it has tokens left, not more."""
+    node = formulas.Node(formulas.GPUS["b300"], 8)
+    simulation = Simulation(k3, node, [session("a", [(500, 3, 1.0), (50, 6, 1.0), (70, 4, 1.0)])], 1)
+    simulation.random.randrange = lambda count: 1
+    simulation.run(0.001, 120)
+    asked = [turn.input for turn in simulation.finished]
+    first, second, third = session("a", [(500, 3, 1.0), (50, 6, 1.0), (70, 4, 1.0)]).inputs()
+    assert asked[:8] == [second, third, first, second, third, first, second, third]
+    step = node.seconds(k3.flops(1, 501), k3.read_weight_bytes(1) + k3.state_bytes() * 2)
+    turn, following = simulation.finished[2:4]
+    assert turn.output == 3  # the prompt's last position gives the first
+    assert following.arrived - turn.first - 1.0 == pytest.approx(2 * step, rel=0.05)
+
+
 @pytest.mark.parametrize("host", [0, 1e12])
 def test_the_knee_is_where_the_gpu_budget_ends(k3, host):
     """Equal sessions: as many as fit keep their caches; with a few more everything is computed again, or loaded."""
@@ -148,7 +163,8 @@ def test_commands(data_dir, tmp_path, capsys):
     model = str(data_dir / "k3_dense_flat")
     small = ["replay", str(path), "--model", model, "--turns", "5", "--concurrency", "2"]
     assert cli.main([*small, "--scale", "1000", "--disk-bytes", "1G"]) == 0
-    assert "| 2 | 5 |" in capsys.readouterr().out
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| 2 | 5 |"))
+    assert float(row.split("|")[4].strip().rstrip("%")) > 10, "blocks small enough for sessions of a tiny model"
     for arguments, said in (
         ([*small, "--scale", "1"], "larger --scale"),
         ([*small, "--picture", "a.png"], "belongs to --simulate"),

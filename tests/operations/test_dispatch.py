@@ -45,6 +45,25 @@ def test_a_device_that_triton_does_not_know():
     assert REALLY(torch.device("mps")) == "Triton has no backend for mps"
 
 
+@pytest.mark.parametrize(("capability", "reason"), [((7, 5), "older than compute capability 8.0"), ((8, 0), None)])
+def test_an_old_gpu_is_refused(capability, reason, monkeypatch):
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "capability", lambda device: capability)
+    REALLY.cache_clear()
+    found = REALLY(torch.device("cuda", 3))
+    REALLY.cache_clear()
+    assert found is None if reason is None else reason in found
+
+
+def test_operands_keep_the_precision_of_float32():
+    import triton.language as tl
+
+    from kimi_k3.kernels.triton_tools import operand_types
+
+    assert operand_types(torch.float32) == (tl.float32, tl.float32)
+    assert operand_types(torch.float16) == operand_types(torch.bfloat16) == (tl.bfloat16, tl.float16)
+
+
 def test_everything_supported_is_taken():
     assert dispatch.triton_refusal(OnGPU(), OnGPU(torch.float32), sizes=(16, 256)) is None
 

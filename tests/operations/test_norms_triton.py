@@ -28,6 +28,24 @@ def run(x, gate, weight, seed):
     return [out, *torch.autograd.grad(out, leaves, seed.to(out.dtype))]
 
 
+def test_a_backward_kernel_that_does_not_compile(monkeypatch):
+    from kimi_k3.kernels import norms_triton
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 24, device=DEVICE, requires_grad=True) for _ in range(2)]
+    weight, seed = torch.randn(24, device=DEVICE, requires_grad=True), torch.randn(3, 24, device=DEVICE)
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): None)
+    monkeypatch.setattr(dispatch, "_broken", {})
+    expected = run(*inputs, weight, seed)
+
+    def broken(*arguments):
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(norms_triton, "backward", broken)
+    for got, wanted in zip(run(*inputs, weight, seed), expected, strict=True):
+        assert rms_ratio(got, wanted.double()) < 2e-5  # either is within 1e-5 of float64
+
+
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)

@@ -153,6 +153,10 @@ def generation(data_dir, dtype=torch.float64, close=EXACT):
 
 def refusals(rank, data_dir):
     """What one process cannot do is told by all of them, with its number; nobody waits for the others."""
+    only_first = dist.new_group([0])
+    if rank:
+        with pytest.raises(ValueError, match="not in the group"):
+            shard({"input_ids": ids()}, only_first)
     model = load(data_dir / "kimi_linear_flat")
     part = ids()[:, :70]
     padded, cached = torch.ones_like(part), kimi_k3.HybridCache(model.config)

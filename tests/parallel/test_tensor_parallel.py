@@ -67,6 +67,8 @@ def test_the_plans_name_every_weight(folder, data_dir):
     with pytest.raises(AttributeError, match="DistributedConfig"):
         config.base_model_tp_plan = {}
     assert bool(expert_plan) == bool(config.num_experts) and model.supports_tp_plan and model.supports_pp_plan
+    passed_on = ["partial", "blocks"] if config.attn_res_block_size else ["partial"]
+    assert model.config.base_model_pp_plan["layers"] == ([*passed_on, "attention_mask"], passed_on)
     assert {name.split(".")[0] for name in model.config.base_model_pp_plan} == {
         n for n, _ in model.model.named_children()
     }
