@@ -10,8 +10,9 @@ inputs since then, a few KB a token, and rebuilds the state from the tokens that
 """
 
 import copy
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -349,6 +350,21 @@ class HybridCache(Cache):
             layer.crop(tokens_to_remove)
         if self.real is not None and not self.is_compileable:
             self.real = self.real[:, : self.get_seq_length()]
+
+
+def committing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of transformers' that has a head behind our backbone: the caches that it is given, or returns, count as
+    fed when it has returned."""
+
+    @functools.wraps(forward)
+    def committed(self, *args: Any, commit: bool = True, **kwargs: Any) -> Any:
+        outputs = forward(self, *args, commit=False, **kwargs)
+        for value in (*args, *kwargs.values(), *(outputs.values() if isinstance(outputs, dict) else outputs)):
+            if commit and isinstance(value, HybridCache):
+                value.commit()
+        return outputs
+
+    return committed
 
 
 __all__ = ["HybridCache", "KDACacheLayer", "LatentCacheLayer"]

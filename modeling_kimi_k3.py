@@ -32,7 +32,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import OutputRecorder
 
 from .adapters_kimi_k3 import teach_peft_when_imported
-from .cache_kimi_k3 import STATIC_ATTENTION, HybridCache
+from .cache_kimi_k3 import STATIC_ATTENTION, HybridCache, committing
 from .cache_layers_kimi_k3 import STATIC_AUTOGRAD
 from .checkpoint_kimi_k3 import (
     WISHES,
@@ -778,6 +778,7 @@ class _Classifier(KimiK3PreTrainedModel):
 class KimiK3ForSequenceClassification(GenericForSequenceClassification, _Classifier):
     """Labels [B, num_labels] of whole texts, read at the last token; with one label a reward model."""
 
+    forward = committing(GenericForSequenceClassification.forward)
     _keys_to_ignore_on_load_unexpected = _NOT_FOR_LABELS  # of its own: trl sets the mixin's
 
     def __init__(self, config: KimiK3TextConfig | KimiK3Config, dequantize: bool = False):
@@ -788,6 +789,7 @@ class KimiK3ForSequenceClassification(GenericForSequenceClassification, _Classif
 class KimiK3ForTokenClassification(GenericForTokenClassification, _Classifier):
     """Labels [B, T, num_labels] of tokens."""
 
+    forward = committing(GenericForTokenClassification.forward)
     _keys_to_ignore_on_load_unexpected = _NOT_FOR_LABELS
 
     def __init__(self, config: KimiK3TextConfig | KimiK3Config, dequantize: bool = False):

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 import tiny
 from kimi_k3 import CACHE_ARGUMENT as CACHE
-from kimi_k3 import HybridCache, KimiK3Config, KimiK3ForConditionalGeneration, generation_kimi_k3
+from kimi_k3 import (
+    HybridCache,
+    KimiK3Config,
+    KimiK3ForConditionalGeneration,
+    KimiK3ForSequenceClassification,
+    KimiK3ForTokenClassification,
+    generation_kimi_k3,
+)
 from rounding import EXACT
 
 LAYERS = "kmk"
@@ -107,6 +114,23 @@ def test_the_outermost_forward_is_the_one_that_counts(model):
         cache.reset()
         whole(ids, **{CACHE: cache})
         assert isinstance(whole(ids, return_dict=False, **{CACHE: cache}), tuple)  # a second one on it
+
+
+@pytest.mark.parametrize("kind", [KimiK3ForSequenceClassification, KimiK3ForTokenClassification])
+@torch.no_grad()
+def test_a_head_for_labels_counts_too(kind):
+    model, ids = kind(tiny.config("km", num_labels=3)).eval(), tokens(4)
+    cache = HybridCache(model.config)
+    with pytest.raises(Broken), failing(model.score, True):
+        model(ids, **{CACHE: cache})
+    with pytest.raises(ValueError, match="broken off"):
+        model(ids, **{CACHE: cache})
+    cache.reset()
+    model(ids, **{CACHE: cache})
+    again = model(ids, **{CACHE: cache}).logits
+    torch.testing.assert_close(again, model(ids.repeat(1, 2)).logits[:, -again.shape[1] :].view_as(again))
+    made = model(ids, use_cache=True).get(CACHE)
+    assert (made is None) == (kind is KimiK3ForTokenClassification) and (made is None or made.is_whole)
 
 
 @torch.no_grad()
