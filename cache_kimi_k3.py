@@ -357,7 +357,7 @@ def committing(forward: Callable[..., Any]) -> Callable[..., Any]:
     fed when it has returned."""
 
     @functools.wraps(forward)
-    def committed(self, *args: Any, commit: bool = True, **kwargs: Any) -> Any:
+    def committed(self: Any, *args: Any, commit: bool = True, **kwargs: Any) -> Any:
         outputs = forward(self, *args, commit=False, **kwargs)
         for value in (*args, *kwargs.values(), *(outputs.values() if isinstance(outputs, dict) else outputs)):
             if commit and isinstance(value, HybridCache):

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
@@ -127,7 +127,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> list[bytes]:
 
 
 def _piece_digest(data: torch.Tensor) -> bytes:
-    return hashlib.sha256(data.cpu().contiguous().view(torch.uint8).numpy()).digest()
+    return hashlib.sha256(data.cpu().contiguous().view(torch.uint8).numpy().data).digest()
 
 
 def _by_threads(digest: Callable[[Any], bytes], pieces: Iterable[Any], size: int) -> list[bytes]:
@@ -193,10 +193,10 @@ def load_tensors(path: str | os.PathLike) -> tuple[dict[str, str], dict[str, tor
 class _Summed:
     """A file that is written from its start to its end, and the SHA-256 of what was."""
 
-    def __init__(self, file):
+    def __init__(self, file: BinaryIO):
         self._file, self.digest = file, hashlib.sha256()
 
-    def write(self, data) -> int:
+    def write(self, data: bytes) -> int:
         self.digest.update(data)
         return self._file.write(data)
 
@@ -212,7 +212,7 @@ def save_state(state: dict, file: Path) -> None:
     """Write a state of tensors and plain values whole or not at all; the one before stays as `NAME.before.pt`."""
     with written_whole(file, keep=_generation_before(file)) as aside, open(aside, "wb") as opened:
         summed = _Summed(opened)
-        torch.save(state, summed)
+        torch.save(state, summed)  # type: ignore[arg-type]  # which it writes and flushes, no more
         opened.write(_TRAILER + summed.digest.hexdigest().encode() + b"\n")
 
 
