@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .files_kimi_k3 import digest_of
 
@@ -25,6 +25,14 @@ _hashed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _offloaded: weakref.WeakKeyDictionary[Any, dict[str, bytes]] = weakref.WeakKeyDictionary()
 
 
+def computation_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """The keys of a configuration on which results depend, with the values that JSON returns for them."""
+    settings = config.get_text_config(decoder=True).to_dict()
+    for key in _NOT_COMPUTATION:
+        settings.pop(key, None)
+    return json.loads(json.dumps(settings, sort_keys=True, default=str))
+
+
 def model_fingerprint(model: PreTrainedModel, with_head: bool = False) -> str:
     """Hex digest of what makes states comparable: the config's computation and the backbone's parameters, wherever they
     lie; where they are cut over processes, of this process's parts. With its head, of what makes outputs comparable.
@@ -32,10 +40,7 @@ def model_fingerprint(model: PreTrainedModel, with_head: bool = False) -> str:
     The same for equal weights, however they are stored. All of them are read each time, so that any change is seen; on
     a GPU a sum over words and places tells whether one must be copied and hashed again. Offloaded ones are read once.
     """
-    settings = model.config.get_text_config(decoder=True).to_dict()
-    for key in _NOT_COMPUTATION:
-        settings.pop(key, None)
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(computation_of(model.config), sort_keys=True).encode())
     text_model = getattr(model, "language_model", model)
     module = model if with_head else getattr(text_model, "model", text_model)
     tensors = dict(sorted(module.state_dict(keep_vars=True).items()))

@@ -1,12 +1,17 @@
-"""What runs of hours need of the system: one process at a time in their folder, and an end that says what is kept."""
+"""What runs of hours need: one process at a time in their folder, the same inputs to the end, a stop that says what is
+kept."""
 
 import contextlib
+import hashlib
+import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from transformers import PreTrainedTokenizerBase
 
 
 def lock(folder: Path, error: type[Exception]) -> IO[str]:
@@ -33,6 +38,22 @@ def lock(folder: Path, error: type[Exception]) -> IO[str]:
     except OSError:  # a file system without locks
         pass
     return file
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hex SHA-256 of what decides which ids a text gets: vocabulary, merges, normalization, special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content: Any = sorted(tokenizer.get_vocab().items())
+    if backend is not None:
+        # how a call cut or filled up its texts stays behind in the tokenizer
+        content = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
+    about = [type(tokenizer).__name__, content, tokenizer.special_tokens_map]
+    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs in the values of names that both have, each as words for a sentence."""
+    return [f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
 
 
 # --- Ctrl-C and SIGTERM ----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..files_kimi_k3 import DamagedFile, load_record, save_record, sealed, unsealed, written_whole
-from ..runs_kimi_k3 import keeping, lock
+from ..runs_kimi_k3 import keeping, lock, tokenizer_digest
 from .haystack import Haystack
 from .sizing import EvalError, Prompt, Tokens
 from .suite import TASKS, Unit
@@ -213,9 +213,13 @@ def versions() -> str:
 
 def identity_of(reader, tokens: Tokens, haystack: Haystack, seed: int) -> dict:
     """What must be the same in all results of a folder."""
-    vocabulary = json.dumps(sorted(tokens.tokenizer.get_vocab().items())).encode()
-    digest = hashlib.sha256(reader.fingerprint().encode() + vocabulary).hexdigest()
-    return {"model": digest[:16], "seed": seed, "haystack": haystack.name, "versions": versions()}
+    return {
+        "model": hashlib.sha256(reader.fingerprint().encode()).hexdigest()[:16],
+        "tokenizer": tokenizer_digest(tokens.tokenizer)[:16],
+        "seed": seed,
+        "haystack": haystack.name,
+        "versions": versions(),
+    }
 
 
 def evaluate(reader, tokens: Tokens, haystack: Haystack, plan: Plan, folder: Path) -> list[dict]:

@@ -20,10 +20,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
+from ..cli.common import Parser, UsageError, add_debug, broken, explained, load_tokenizer, run_or_explain
 from ..files_kimi_k3 import DamagedFile, load_state, remove_state, save_state
+from ..fingerprint_kimi_k3 import model_fingerprint
 from ..modeling_kimi_k3 import KimiK3ForCausalLM
+from ..runs_kimi_k3 import changes, keeping, lock, tokenizer_digest
 from ..training.muon import PerHeadMuon
 from .draft import DSparkConfig, DSparkDraft
 
@@ -57,7 +59,7 @@ def prompts(tokenizer, text: str, count: int, seed: int) -> torch.Tensor:
     ids = [tokenizer(document, verbose=False).input_ids for document in text.split(SEPARATOR)]
     starts = [row[at : at + PROMPT] for row in ids for at in range(0, len(row) - PROMPT + 1, WINDOW)]
     if len(starts) < ROWS:
-        raise SystemExit(f"the text has {sum(map(len, ids)):,} tokens, a draft needs at least {ROWS * WINDOW:,}")
+        raise UsageError(f"the text has {sum(map(len, ids)):,} tokens, a draft needs at least {ROWS * WINDOW:,}")
     return torch.tensor(random.Random(seed).sample(starts, min(count, len(starts))))
 
 
@@ -114,19 +116,17 @@ def groups(draft) -> list[dict]:
 
 def resumed(file: Path, settings: dict) -> dict | None:
     """The state that an earlier run with the same settings saved."""
-    try:
+    with explained(DamagedFile):
         saved = load_state(file)
-    except DamagedFile as error:
-        raise SystemExit(str(error)) from error
-    if saved is not None and saved["settings"] != settings:
-        raise SystemExit(
-            f"{file} belongs to a run with other settings, {saved['settings']}: remove it or finish that run"
+    if saved is not None and (changed := changes(saved["settings"], settings)):
+        raise UsageError(
+            f"{file} belongs to a run with other settings ({'; '.join(changed)}): remove it or finish that run"
         )
     return saved
 
 
-def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m kimi_k3.speculative.training", description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("checkpoints/small"))
     parser.add_argument(
         "--text", type=Path, required=True, help="UTF-8 file, a line that holds a form feed between its documents"
@@ -136,17 +136,35 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--rate", type=float, default=1e-2, help="of Muon, at most")
     parser.add_argument("--seed", type=int, default=0)
+    add_debug(parser)
     options = parser.parse_args(argv)
     if options.windows < 1 or options.steps < 1:
         parser.error("--windows and --steps are at least 1")
     if not options.text.is_file():
         parser.error(f"{options.text} is no file; recipes/small/corpus.py writes the text of the small checkpoint")
-    model = KimiK3ForCausalLM.from_pretrained(options.model, dtype=torch.float32, dequantize=True).eval()
-    text = options.text.read_text(encoding="utf-8")
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    chosen = {"model": str(options.model), "text_sha256": digest, "windows": options.windows, "seed": options.seed}
-    starts = prompts(AutoTokenizer.from_pretrained(options.model), text, options.windows, options.seed)
-    options.out.mkdir(parents=True, exist_ok=True)
+    return run_or_explain(parser.prog, run, options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train a draft in the folder `out`, from where an earlier call ended."""
+    kept = f"{options.out} keeps windows and the state after every {SAVED_EVERY} steps"
+    with lock(options.out, UsageError), keeping(f"{kept}, and the same command goes on from there"):
+        train(options)
+        (options.out / "lock").unlink()
+
+
+def train(options: argparse.Namespace) -> None:
+    with broken(f"the model in {options.model} cannot be loaded"):
+        model = KimiK3ForCausalLM.from_pretrained(options.model, dtype=torch.float32, dequantize=True).eval()
+    tokenizer, text = load_tokenizer(options.model), options.text.read_text(encoding="utf-8")
+    chosen = {
+        "weights_sha256": model_fingerprint(model, with_head=True),
+        "tokenizer_sha256": tokenizer_digest(tokenizer),
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "windows": options.windows,
+        "seed": options.seed,
+    }
+    starts = prompts(tokenizer, text, options.windows, options.seed)
     file = options.out / "windows.pt"
     windows = (resumed(file, chosen) or {"windows": []})["windows"]
     batches = starts.split(CONTINUED)
@@ -192,6 +210,7 @@ def main(argv: list[str] | None = None):
     last = shares[-100:]
     report = {
         "command": " ".join(["python -m kimi_k3.speculative.training", *sys.argv[1:]]),
+        "model": str(options.model),
         "settings": chosen,
         "parameters": sum(p.numel() for p in draft.parameters()),
         "accepted_in_the_last_steps": round(sum(last) / len(last), 4),
@@ -204,4 +223,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

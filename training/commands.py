@@ -53,7 +53,7 @@ def run_train(args: argparse.Namespace) -> None:
         raise UsageError(f"--context {args.context} is more than the model's max_position_embeddings, {limit}")
     tokenizer = load_tokenizer(args.model)
     files = [str(file) for file in args.data]
-    run = TextRun(files, args.steps, args.context, args.rows, args.rate, args.seed, args.split_long)
+    run = TextRun(files, args.steps, args.context, args.rows, args.rate, args.seed, args.split_long, args.from_scratch)
     with explained(DataError, FloatingPointError):
         with keeping(f"{args.out} is as it was, and the same command goes on from there"):
             model = trained_model(args, config, device)

@@ -16,15 +16,17 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
 from .. import KimiK3ForCausalLM
-from ..files_kimi_k3 import DamagedFile, load_state, save_state, written_whole
+from ..files_kimi_k3 import DamagedFile, file_digest, load_state, save_state, tensors_sum, written_whole
+from ..fingerprint_kimi_k3 import computation_of
 from ..kernels.cross_entropy import IGNORED, chunked_cross_entropy
-from ..runs_kimi_k3 import lock, postponed_stop
+from ..runs_kimi_k3 import changes, lock, postponed_stop, tokenizer_digest
 from .balancing import QuantileBalancer
 from .muon import PerHeadMuon, QKClip, muon_groups
 from .text_data import DataError, PackedRows
@@ -45,6 +47,7 @@ class TextRun:
         rate: peak learning rate.
         seed: of the weights of a new model and of the order of the data.
         split_long: cut documents that are longer than the context.
+        from_scratch: the weights of the model are new.
     """
 
     files: list[str]
@@ -54,6 +57,7 @@ class TextRun:
     rate: float
     seed: int
     split_long: bool
+    from_scratch: bool = False
 
     def rate_at(self, step: int) -> float:
         """Linear warmup, then a cosine to a hundredth of the peak."""
@@ -77,6 +81,7 @@ class TextTraining:
         self.model, self.tokenizer, self.run, self.folder, self.save_every = model, tokenizer, run, folder, save_every
         files = [Path(file) for file in run.files]
         self.data = PackedRows(files, tokenizer, run.context, model.config.vocab_size, run.seed, run.split_long)
+        self.inputs = inputs_of(run, model, tokenizer)
         self.optimizer = PerHeadMuon(muon_groups(model), lr=run.rate)
         try:
             self.balancer = QuantileBalancer(model) if model.config.num_experts else None
@@ -177,6 +182,7 @@ class TextTraining:
     def _save(self):
         state = {
             "run": dataclasses.asdict(self.run),
+            "inputs": self.inputs,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "data": self.data.state_dict(),
@@ -187,6 +193,27 @@ class TextTraining:
             save_state(state, self.state_file)
         self.saved_step = self.step
 
+    def _changes(self, state) -> list[str]:
+        """What is not as it was when the run began."""
+        before, now = dict(state["run"]), dataclasses.asdict(self.run)
+        if self.run.split_long:  # a run that stopped at a long document may go on: it has met none before
+            before["split_long"] = True
+        names = now.pop("files")
+        changed = changes(before, now)
+        before, now = state["inputs"], self.inputs
+        if len(before["data"]) != len(names):
+            changed.append(f"{len(before['data'])} data files were given, now {len(names)}")
+        elif before["data"] != now["data"]:
+            pairs = zip(before["data"], now["data"], strict=True)
+            others = [name for name, (was, content) in zip(names, pairs, strict=True) if was != content]
+            changed.append(f"the content of {', '.join(others)} is another")
+        if before["tokenizer"] != now["tokenizer"]:
+            changed.append("the tokenizer is another")
+        changed += changes(before["configuration"], now["configuration"])
+        if before["weights"] != now["weights"]:
+            changed.append("the weights that it began with were others")
+        return changed
+
     def _load(self):
         try:
             state = load_state(self.state_file, self.model.device)
@@ -194,17 +221,24 @@ class TextTraining:
             raise DataError(str(error)) from error
         if state is None:
             return
-        before, now = state["run"], dataclasses.asdict(self.run)
-        if self.run.split_long:  # a run that stopped at a long document may go on: it has met none before
-            before["split_long"] = True
-        changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
-        if changed:
+        if changed := self._changes(state):
             raise DataError(f"{self.folder} holds a run of other settings ({'; '.join(changed)}): choose a new folder")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.data.load_state_dict(state["data"])
         self.step, self.tokens = state["step"], state["tokens"]
         self.saved_step = self.step
+
+
+def inputs_of(run: TextRun, model: KimiK3ForCausalLM, tokenizer) -> dict[str, Any]:
+    """What a run depends on beside its parameters, by content: names and places of files do not count."""
+    weights = {} if run.from_scratch else model.state_dict()  # new ones follow from configuration and seed
+    return {
+        "data": [f"{Path(file).suffix} {file_digest(Path(file))}" for file in run.files],
+        "tokenizer": tokenizer_digest(tokenizer),
+        "weights": tensors_sum("", weights),
+        "configuration": computation_of(model.config),
+    }
 
 
 def _lines_until(log: Path, step: int) -> list[bytes]:

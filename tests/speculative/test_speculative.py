@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 import kimi_k3
 import tiny
+from kimi_k3.runs_kimi_k3 import lock
 from kimi_k3.speculative.decoding import accept, probabilities, speculative_generate
 from kimi_k3.speculative.draft import DSparkConfig, DSparkDraft, rotary, rotated
 
@@ -228,9 +229,9 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(trainer, tmp_path, monk
 
     def run(out, *more):
         command = ["--model", str(SMALL), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / out)]
-        trainer.main([*command, "--windows", "4", "--steps", "3", *more])
+        return trainer.main([*command, "--windows", "4", "--steps", "3", *more])
 
-    run("whole")
+    assert run("whole") == 0
     loss, calls = trainer.block_loss, []
 
     def killed(*arguments):
@@ -239,19 +240,22 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(trainer, tmp_path, monk
             raise KeyboardInterrupt
         return loss(*arguments)
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(trainer, "block_loss", killed)
-        run("broken")
-    with pytest.raises(SystemExit, match="other settings"):
-        run("broken", "--seed", "1")
-    run("broken")
+        assert run("broken") == 130
+    assert "interrupted; " in (line := capsys.readouterr().err.splitlines()[-1]) and "same command goes on" in line
+    assert run("broken", "--seed", "1") == 2
+    assert "other settings (seed was 0, is 1)" in capsys.readouterr().err
+    with lock(tmp_path / "broken", ValueError):
+        assert run("broken") == 2
+    assert "another process is working in" in capsys.readouterr().err
+    assert run("broken") == 0
     whole, broken = (load_file(tmp_path / out / "model.safetensors") for out in ("whole", "broken"))
     assert all(torch.equal(tensor, broken[name]) for name, tensor in whole.items())
     files = {file.name for file in (tmp_path / "broken").iterdir()}
     assert files == {"config.json", "model.safetensors", "training_report.json"}
     (tmp_path / "text.txt").write_text("Too short.", encoding="utf-8")
-    with pytest.raises(SystemExit, match="needs at least"):
-        run("none")
+    assert run("none") == 2 and "needs at least" in capsys.readouterr().err
     (tmp_path / "text.txt").unlink()
     with pytest.raises(SystemExit):
         run("none")

@@ -10,6 +10,7 @@ import sys
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import tiny
 from byte_model import byte_tokenizer
@@ -420,3 +421,42 @@ def test_a_disk_that_fills_leaves_the_last_state(file, checkpoint, data, tmp_pat
     assert torch.load(run / "state.pt", weights_only=True)["step"] == kept
     assert cli.main(argv) == 0
     assert len(losses(run)) == 6 and (run / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.one_release
+def test_a_run_goes_on_with_the_same_content_only(checkpoint, data, tmp_path, capsys):
+    """Places of files do not matter; another text, tokenizer, configuration or weight is named, and nothing changes."""
+    run, model, file = tmp_path / "run", tmp_path / "model", tmp_path / "moved.jsonl"
+    argv = arguments(model, file, run, "--steps", "2", "--save-every", "1")
+    shutil.copytree(checkpoint, model)
+    shutil.copyfile(data / "text.jsonl", file)
+    started = arguments(checkpoint, data / "text.jsonl", run, "--steps", "2", "--save-every", "1")
+    assert cli.main(started) == 0 and cli.main(argv) == 0
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+
+    def with_another_weight(path):
+        weights = load_file(path)
+        weights["lm_head.weight"][3, 5] += 1e-3
+        save_file(weights, path, metadata={"format": "pt"})
+
+    def replaced(path, old, new):
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+
+    for path, damage, said in (
+        (file, lambda path: replaced(path, "cat", "dog"), f"the content of {file} is another"),
+        (model / "tokenizer.json", lambda path: replaced(path, '"normalizer": null', '"normalizer": {"type": "NFC"}'),
+         "the tokenizer is another"),
+        (model / "config.json", lambda path: replaced(path, '"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-06'),
+         "rms_norm_eps was 1e-05, is 1e-06"),
+        (model / "model.safetensors", with_another_weight, "the weights that it began with were others"),
+    ):  # fmt: skip
+        whole = path.read_bytes()
+        damage(path)
+        assert said in refusal(capsys, *argv)
+        path.write_bytes(whole)
+    assert "1 data files were given, now 2" in refusal(capsys, *argv[:3], file, *argv[3:])
+    assert "from_scratch was False, is True" in refusal(capsys, *argv, "--from-scratch")
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+    assert cli.main(argv) == 0
