@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from .cache_kimi_k3 import HybridCache
 from .graph_kimi_k3 import CapturedForward, CapturedSteps, can_capture, has_graphs, release_steps
+from .routing_kimi_k3 import check_generation
 from .warmup_kimi_k3 import warm_up_all, warm_up_once
 
 # transformers 5.24 renamed `past_key_values` to `cache`; the field of the output says which one this release uses.
@@ -82,25 +82,6 @@ def _marking(compiled: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return call
-
-
-def _check_routing_arguments(
-    generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: GenerationMode
-) -> None:
-    """Refuse what `generate` cannot do with the experts of its tokens."""
-    if model_kwargs.get("routed_experts") is not None:
-        raise ValueError("generate chooses experts itself: give routed_experts to a forward of the finished text")
-    if not model_kwargs.get("output_routed_experts"):
-        return
-    if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(
-            "output_routed_experts works with greedy decoding and sampling: beams and drafts feed tokens that are not "
-            "in the result"
-        )
-    if not generation_config.use_cache:
-        raise ValueError("output_routed_experts needs use_cache=True: every token is to be fed once")
-    if not generation_config.return_dict_in_generate:
-        raise ValueError("output_routed_experts needs return_dict_in_generate=True, which gives it a place")
 
 
 # What `generate(cache_implementation=...)` takes.
@@ -216,7 +197,7 @@ class KimiK3GenerationMixin(GenerationMixin):
                 f"cache_implementation={implementation!r} is not supported, recurrent states and latents live in "
                 f"HybridCache: use one of {', '.join(map(repr, CACHE_IMPLEMENTATIONS[1:]))}, or leave it out"
             )
-        _check_routing_arguments(generation_config, model_kwargs, generation_mode)
+        check_generation(generation_config, model_kwargs, generation_mode)
         if given is None:  # transformers decides whether there is a cache, its kind is ours
             generation_config.cache_implementation = None
         super()._prepare_cache_for_generation(

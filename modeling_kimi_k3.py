@@ -11,7 +11,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,9 @@ from .layers_kimi_k3 import (
     Mask,
     run_layers,
 )
-from .packing_kimi_k3 import Packing, StepPacking, causal_mask, find_packing, packed_offsets
+from .packing_kimi_k3 import Packing, StepPacking, causal_mask, check_mask, find_packing, packed_offsets
 from .remote_code_kimi_k3 import auto_map, copy_code
+from .routing_kimi_k3 import checked_routing
 from .vision_kimi_k3 import KimiK3PositionTable, KimiK3Projector, KimiK3VisionTower
 
 logger = logging.get_logger(__name__)
@@ -394,16 +395,11 @@ class KimiK3Model(KimiK3PreTrainedModel):
         cache = one_cache(cache, past_key_values)
         embeds = self._embedded(input_ids, inputs_embeds)
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        _check_mask(attention_mask)
-        if not use_cache and cache is not None and int(cache.get_seq_length()) > 0:
-            raise ValueError(
-                "use_cache=False would ignore the tokens in the cache that was given: leave one of them out"
-            )
+        check_mask(attention_mask)
         layers = self.layers[: self.config.num_hidden_layers]  # lowered while a draft exits early
-        if output_routed_experts or routed_experts is not None:
-            routed_experts = _checked_routing(routed_experts, embeds, layers, self.config)
+        routed_experts = checked_routing(routed_experts, output_routed_experts, embeds, layers, self.config)
         packing = find_packing(attention_mask, position_ids, packed_offsets(kwargs), embeds, cache)
-        cache = self._cache_to_fill(cache, packing, embeds) if use_cache else None
+        cache = self._cache_to_fill(cache, packing, embeds, use_cache)
         if cache is not None:
             is_linear = [layer.is_linear for layer in self.layers]
             cache.begin(embeds, attention_mask, isinstance(packing, Packing), is_linear, self.config.num_hidden_layers)
@@ -465,9 +461,19 @@ class KimiK3Model(KimiK3PreTrainedModel):
         return inputs_embeds
 
     def _cache_to_fill(
-        self, cache: HybridCache | None, packing: Packing | StepPacking | None, embeds: torch.Tensor
+        self,
+        cache: HybridCache | None,
+        packing: Packing | StepPacking | None,
+        embeds: torch.Tensor,
+        use_cache: bool | None,
     ) -> HybridCache | None:
-        """The caller's cache, or a new one; None where a forward cannot build one."""
+        """The caller's cache, or a new one; None where a forward is to build none, or cannot."""
+        if not use_cache:
+            if cache is not None and int(cache.get_seq_length()) > 0:
+                raise ValueError(
+                    "use_cache=False would ignore the tokens in the cache that was given: leave one of them out"
+                )
+            return None
         packed = packing is not None and packing.documents is not None
         if packed and cache is not None:
             raise ValueError("packed documents cannot share a cache: it holds one state for each row")
@@ -546,49 +552,6 @@ class KimiK3Model(KimiK3PreTrainedModel):
         kinds = ["KDA" if layer.is_linear else "MLA" for layer in self.layers]
         places = ["the embedding", *(f"layer {i} ({kind})" for i, kind in enumerate(kinds)), "the output norm"]
         raise FloatingPointError(f"not finite any more after {places[first]}")
-
-
-def _check_mask(attention_mask: Any) -> None:
-    if attention_mask is None:
-        return
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
-        raise ValueError("attention_mask must be 2-D, one column for each token seen: KDA layers read no other form")
-    if not attention_mask.is_floating_point() or attention_mask.is_meta or torch.compiler.is_compiling():
-        return
-    if not ((attention_mask == 0) | (attention_mask == 1)).all():
-        raise ValueError(
-            "attention_mask holds numbers other than 0 and 1: pass 1 for a token and 0 for padding, not what is "
-            "added to the scores"
-        )
-
-
-def _checked_routing(
-    routed_experts: Any, embeds: torch.Tensor, layers: Iterable[KimiK3DecoderLayer], config: KimiK3TextConfig
-) -> torch.Tensor | None:
-    """The experts that routers are to take, as int64 where the embeddings lie."""
-    moe_layers = sum(hasattr(layer, "block_sparse_moe") for layer in layers)
-    if not moe_layers:
-        raise ValueError("this model has no routed experts: leave routed_experts and output_routed_experts out")
-    if routed_experts is None:
-        return None
-    expected, most = [*embeds.shape[:2], moe_layers, config.num_experts_per_token], (config.num_experts or 0) - 1
-    found = list(routed_experts.shape) if isinstance(routed_experts, torch.Tensor) else type(routed_experts).__name__
-    if found != expected or routed_experts.dtype.is_floating_point or routed_experts.dtype == torch.bool:
-        raise ValueError(
-            f"routed_experts must be integers [B, T, MoE layers, experts a token], here {expected}, not {found}"
-            f"{f' of {routed_experts.dtype}' if found == expected else ''}"
-        )
-    routed_experts = routed_experts.to(embeds.device, torch.int64)
-    if routed_experts.is_meta or torch.compiler.is_compiling():
-        return routed_experts
-    ordered = routed_experts.sort(dim=-1).values
-    valid = (ordered[..., 0] >= 0) & (ordered[..., -1] <= most) & (ordered.diff(dim=-1) > 0).all(dim=-1)
-    if not (valid | (ordered == -1).all(dim=-1)).all():
-        raise ValueError(
-            f"routed_experts must name {expected[-1]} different experts from 0 to {most} for every token and MoE "
-            "layer, or be -1 in all of these places, where the router chooses"
-        )
-    return routed_experts
 
 
 class _WithHead(KimiK3GenerationMixin, KimiK3PreTrainedModel):

@@ -207,3 +207,18 @@ def packed_offsets(kwargs: dict[str, Any]) -> torch.Tensor | None:
         changes = seq_idx[0].diff().nonzero().flatten() + 1
         offsets = torch.cat([changes.new_zeros(1), changes, changes.new_tensor([seq_idx.shape[1]])])
     return offsets
+
+
+def check_mask(attention_mask: Any) -> None:
+    """Refuse what is not [B, S] of ones and zeros."""
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+        raise ValueError("attention_mask must be 2-D, one column for each token seen: KDA layers read no other form")
+    if not attention_mask.is_floating_point() or attention_mask.is_meta or torch.compiler.is_compiling():
+        return
+    if not ((attention_mask == 0) | (attention_mask == 1)).all():
+        raise ValueError(
+            "attention_mask holds numbers other than 0 and 1: pass 1 for a token and 0 for padding, not what is "
+            "added to the scores"
+        )

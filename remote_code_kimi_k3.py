@@ -28,6 +28,7 @@ CODE_FILES = tuple(
         "packing",
         "remote_code",
         "rollback",
+        "routing",
         "vision",
         "warmup",
     )

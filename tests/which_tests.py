@@ -86,6 +86,7 @@ TESTS = {
         CONTRACT, "model/test_attention_implementations.py", "training/test_training.py", SNAPSHOTS,
     ),
     "remote_code_kimi_k3.py": ("model/test_remote_code.py", CONVERSION),
+    "routing_kimi_k3.py": (ROUTING,),
     "rollback_kimi_k3.py": (ROLLBACK, SNAPSHOTS, PREFIX),
     "runs_kimi_k3.py": (TEXT_RUNS, EVAL, RESUME, ONE_LINE),
     "vision_kimi_k3.py": (CHECKPOINT, CONVERSION, INITIALISATION),
