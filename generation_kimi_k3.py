@@ -37,21 +37,21 @@ class _BothCacheNames:
 
 
 @dataclasses.dataclass
-class KimiK3ModelOutput(_BothCacheNames, MoeModelOutputWithPast):
+class KimiK3ModelOutput(_BothCacheNames, MoeModelOutputWithPast):  # type: ignore[misc]  # one has the name as a property
     """transformers' output, and the experts [B, T, MoE layers, experts a token] that tokens went to, if asked for."""
 
     routed_experts: torch.LongTensor | None = None
 
 
 @dataclasses.dataclass
-class KimiK3CausalLMOutput(_BothCacheNames, MoeCausalLMOutputWithPast):
+class KimiK3CausalLMOutput(_BothCacheNames, MoeCausalLMOutputWithPast):  # type: ignore[misc]  # one has the name as a property
     """transformers' output, and the experts [B, T, MoE layers, experts a token] that tokens went to, if asked for."""
 
     routed_experts: torch.LongTensor | None = None
 
 
 @dataclasses.dataclass
-class KimiK3GenerateOutput(_BothCacheNames, GenerateDecoderOnlyOutput):
+class KimiK3GenerateOutput(_BothCacheNames, GenerateDecoderOnlyOutput):  # type: ignore[misc]  # one has the name as a property
     """transformers' output of `generate`, and the experts of every token that was fed: [B, T, MoE layers, experts a
     token], all tokens but the last unless the call continued a cache."""
 

@@ -724,7 +724,7 @@ class _Classifier(KimiK3PreTrainedModel):
     _new_tensors = ("score",)
 
     def __init__(self, config: KimiK3TextConfig | KimiK3Config, dequantize: bool = False, bias: bool = False):
-        text = config.get_text_config(decoder=True)
+        text: Any = config.get_text_config(decoder=True)
         if text is not config:  # of a multimodal checkpoint, for whose whole the labels are given
             text = copy.deepcopy(text)
             for name in ("id2label", "label2id", "problem_type", "_name_or_path"):

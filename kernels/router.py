@@ -1,6 +1,7 @@
 """Which experts a token goes to, and with what weights (torch reference and dispatch)."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -9,7 +10,10 @@ from . import dispatch
 # The most experts that one program of the Triton kernel holds.
 MAX_EXPERTS = 4096
 # What makes scores of logits.
-ACTIVATIONS = {"sigmoid": torch.sigmoid, "softmax": functools.partial(torch.softmax, dim=-1)}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": functools.partial(torch.softmax, dim=-1),
+}
 
 
 def choose_experts(
