@@ -564,7 +564,7 @@ class _WithHead(KimiK3GenerationMixin, KimiK3PreTrainedModel):
         against itself. Pipelines and model cards ask the same list, which copies of this code in a process share.
         """
         super().__init_subclass__(**kwargs)
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update({cls.__name__: cls.__name__})
 
     @property
     def check_finite(self) -> bool:
@@ -706,8 +706,9 @@ class KimiK3ForConditionalGeneration(_WithHead):
 
 
 # By model type too, as lm-eval asks the list.
-for _class in (KimiK3ForCausalLM, KimiK3ForConditionalGeneration):
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_class.config_class.model_type] = _class.__name__
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(
+    {each.config_class.model_type: each.__name__ for each in (KimiK3ForCausalLM, KimiK3ForConditionalGeneration)}
+)
 
 
 # Tensors of other models that a backbone under a new head has no use for.
