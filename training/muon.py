@@ -15,6 +15,7 @@ learning rate and weight decay are those that one would use with AdamW.
 """
 
 import math
+import re
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,8 @@ def muon_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict]:
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     groups, seen = {}, set()
     for prefix, module in model.named_modules():
-        parent, _, own_name = prefix.rpartition(".")
+        # A copy that an adapter trains whole (`modules_to_save`) stands in the place of the module that it copies.
+        parent, _, own_name = re.sub(r"\.modules_to_save\.[^.]+", "", prefix).rpartition(".")
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad or id(parameter) in seen:
                 continue

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -44,6 +45,17 @@ def by_name(model, groups):
             assert names[parameter] not in found, "in two groups"
             found[names[parameter]] = (group["algorithm"], group["blocks"], group["weight_decay"])
     return found
+
+
+def test_copies_that_an_adapter_trains_have_the_blocks_of_their_originals(model):
+    names = ["q_proj", "kv_b_proj", "o_proj", "gate"]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["k_proj"], modules_to_save=names))
+    found = {name: group for name, group in by_name(adapted, muon_groups(adapted)).items() if "lora_" not in name}
+    expected = {"q_proj": (16,), "kv_b_proj": (16, 16), "o_proj": None, "gate": None}
+    assert len(found) > 8 and {name.split(".modules_to_save.")[0].rpartition(".")[2] for name in found} == set(names)
+    for name, (algorithm, blocks, _) in found.items():
+        part = name.split(".modules_to_save.")[0].rpartition(".")[2]
+        assert (algorithm, blocks) == ("muon", expected[part]), name
 
 
 def test_every_parameter_has_its_group(model):
