@@ -65,7 +65,7 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
 def is_intercepted(module: torch.nn.Module) -> bool:
     """Whether somebody acts where the module is called: a hook, its own or of all modules, or a forward of its own."""
     # accelerate wraps every module of a model on several devices; without offloading the wrapper only moves inputs
-    hook = getattr(module, "_hf_hook", None)
+    hook: Any = getattr(module, "_hf_hook", None)
     only_moves = type(hook).__name__ == "AlignDevicesHook" and not hook.offload
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return any(hooks) or _has_any_global_hook() or ("forward" in module.__dict__ and not only_moves)

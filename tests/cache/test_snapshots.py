@@ -113,8 +113,16 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["growing", "recording", "padded", "static", "autograd"])
-@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        *(("pickle", kind) for kind in ("growing", "recording", "padded", "static", "autograd")),
+        ("torch_save", "padded"),
+        ("shared_memory", "growing"),
+        ("shared_memory", "static"),
+        ("deepcopy", "recording"),
+    ],
+)
 def test_a_cache_is_pickled(model, kind, how):
     """The copy goes on from the boundary by itself, whatever the cache that it was made of does."""
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
