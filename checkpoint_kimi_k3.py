@@ -626,6 +626,13 @@ def load_adapter_tensors(
     mapping = list(load_config.weight_mapping or ())
     # as peft's own loading has it: the file names the vector, the model its one weight
     mapping.append(WeightRenaming(r"(\.lora_magnitude_vector\.[^.]+)$", r"\1.weight"))
+    # 5.17 does not know what stands in the place of modules that are saved whole, and of tokens that are trained
+    known = [entry.source_patterns for entry in mapping]
+    adapter = next(reversed(model.peft_config))
+    for name, module in model.named_modules():
+        names = module.adapter_state_dict_load_map(adapter) if hasattr(module, "adapter_state_dict_load_map") else {}
+        renamings = [WeightRenaming(f"{name}.{source}", f"{name}.{target}") for source, target in names.items()]
+        mapping += [entry for entry in renamings if entry.source_patterns not in known]
     if not hasattr(model, "language_model"):
         mapping.append(PrefixChange(prefix_to_remove="language_model"))
     load_config = dataclasses.replace(load_config, weight_mapping=mapping)
@@ -676,9 +683,11 @@ def load_checked(
     if not hasattr(model, "language_model"):
         renamings.append(PrefixChange(prefix_to_remove="language_model"))
     conversions = weight_conversions(model.config, model.expert_storage)
-    load_config = dataclasses.replace(load_config, weight_mapping=[*renamings, *of_quantizer, *conversions])
+    load_config = dataclasses.replace(load_config, weight_mapping=[*renamings, *conversions, *of_quantizer])
     result = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     for name, report in result[0].conversion_errors.items():
+        if quantizer is not None:
+            raise ValueError(f"{name} cannot be read as its quantizer stored it: load it with the class that saved it")
         # A traceback, the sentence, and one more line. transformers would log it and raise without naming the tensor.
         raise ValueError(f"{name} cannot be converted: {report.splitlines()[-2:][0]}")
     lacking.refuse(sorted(result[0].missing_keys), set(found))

@@ -75,9 +75,13 @@ def stands_for_call(module: torch.nn.Module, kind: type[torch.nn.Module]) -> boo
     """Whether an operation may read `module.weight`, which it fuses with others, in place of calling the module.
 
     Not where a call does more than the class `kind` says: an adapter or a parametrization has made another class of
-    the module, it is intercepted, or its weight is offloaded until it is called.
+    the module, it is intercepted, its weight is offloaded until it is called, or a quantizer (torchao) keeps it as a
+    tensor of a class of its own.
     """
-    return type(module) is kind and not module.weight.is_meta and not is_intercepted(module)
+    if type(module) is not kind or is_intercepted(module):
+        return False
+    plain = type(module.weight).__name__ in ("Parameter", "Tensor", "DTensor")
+    return plain and not module.weight.is_meta
 
 
 def token_rows(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 import tiny
 from kimi_k3 import KimiK3Config, KimiK3ForCausalLM, KimiK3ForConditionalGeneration, KimiK3TextConfig
 
-IDS = torch.arange(3, 25)[None]
+IDS = torch.arange(3, 25)[None]  # 22 tokens
 BITS = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
@@ -93,12 +93,6 @@ def bits8():
     return BitsAndBytesConfig(load_in_8bit=True)
 
 
-def bits4():
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(load_in_4bit=True)
-
-
 def int8_weights():
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig
@@ -116,25 +110,31 @@ def quanto():
     "section, saves",
     [
         pytest.param(bits8, True, marks=needs("bitsandbytes")),
-        pytest.param(bits4, True, marks=needs("bitsandbytes")),
         pytest.param(int8_weights, True, marks=needs("torchao")),
         pytest.param(quanto, False, marks=needs("optimum")),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["float", "packed"])
+@pytest.mark.parametrize("name", ["float", "packed", "nested"])
+@torch.no_grad()
 def test_a_quantised_model_runs_saves_and_loads(name, section, saves, saved, tmp_path):
+    """Prefill, cached steps, saving and loading; experts that are packed stay so."""
     model = AutoModelForCausalLM.from_pretrained(saved[name], quantization_config=section(), dtype=torch.float32)
-    expected = logits(model)
     exact = logits(AutoModelForCausalLM.from_pretrained(saved[name], dtype=torch.float32))
-    assert 0 < (expected - exact).abs().max() < 1
-    cached = model.generate(IDS, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
-    whole = model.generate(IDS, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=False)
-    assert torch.equal(cached, whole)
+    expected = logits(model)
+    spread = exact.square().mean().sqrt()
+    assert 0 < (expected - exact).square().mean().sqrt() < 0.1 * spread
+    begun = model(IDS[:, :-3], use_cache=True)
+    cached = [begun.logits, *(model(IDS[:, i : i + 1], cache=begun.cache).logits for i in range(19, 22))]
+    assert (torch.cat(cached, dim=1) - expected).square().mean().sqrt() < 0.02 * spread
     if not saves:
         return
     model.save_pretrained(tmp_path)
-    again = KimiK3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert torch.allclose(logits(again), expected, atol=1e-3)
-    assert any(name.endswith("experts.0.w1.weight_packed") for name in load_file(tmp_path / "model.safetensors")) == (
-        name == "packed"
-    )
+    for model_class in (AutoModelForCausalLM, KimiK3ForCausalLM):
+        if name == "nested" and section is int8_weights and model_class is KimiK3ForCausalLM:
+            with pytest.raises(ValueError, match="load it with the class that saved it"):  # torchao knows full names
+                model_class.from_pretrained(tmp_path, dtype=torch.float32)
+            continue
+        again = model_class.from_pretrained(tmp_path, dtype=torch.float32)
+        assert (logits(again) - expected).square().mean().sqrt() < 1e-3 * spread
+    packed = [each for each in load_file(tmp_path / "model.safetensors") if each.endswith(".0.w1.weight_packed")]
+    assert bool(packed) == (name != "float")
