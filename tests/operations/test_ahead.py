@@ -58,7 +58,7 @@ def ask(model, *sizes, **options):
 experts = {"plan_kernel", "rank_kernel", "tiles_kernel", "place_kernel", "gate_up_kernel", "down_kernel"}
 model = tiny.model("kmk")
 first = ask(model, 1, 33)
-assert [first[f"{name}_kernel"] for name in ("norm", "mix", "glu", "conv", "prepare")] == [5, 3, 2, 1, 1], first
+assert [first[f"{name}_kernel"] for name in ("norm", "mix", "glu", "conv", "prepare")] == [5, 3, 2, 1, 1], str(first)
 for tokens in (17, 48, 100, 128, 200):
     assert ask(model, 1, tokens).keys() <= experts
 assert not ask(model, 1, 199)
@@ -116,7 +116,7 @@ def test_what_a_model_launches_is_compiled_ahead():
 
 def test_without_kernels_there_is_nothing_to_compile():
     model = tiny.model("k")
-    with pytest.raises(RuntimeError, match="nothing to compile ahead for this model: its kernels do not run: .* cpu"):
+    with pytest.raises(RuntimeError, match=r"nothing to compile ahead for this model: its kernels do not run: .* cpu"):
         model.warmup()
     warmup_kimi_k3.warm_up_once(model, 1, 5, None)
     assert model not in warmup_kimi_k3._warm
