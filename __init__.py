@@ -18,17 +18,14 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .cache_kimi_k3 import HybridCache
-from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig, KimiK3VisionConfig
-from .modeling_kimi_k3 import (
-    CACHE_ARGUMENT,
-    KimiK3ForCausalLM,
-    KimiK3ForConditionalGeneration,
+from .classification_kimi_k3 import (
     KimiK3ForSequenceClassification,
     KimiK3ForTokenClassification,
-    KimiK3Model,
     KimiK3MultimodalForSequenceClassification,
     KimiK3MultimodalForTokenClassification,
 )
+from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig, KimiK3VisionConfig
+from .modeling_kimi_k3 import CACHE_ARGUMENT, KimiK3ForCausalLM, KimiK3ForConditionalGeneration, KimiK3Model
 
 AutoConfig.register("kimi_k3", KimiK3Config, exist_ok=True)
 AutoConfig.register("kimi_k3_text", KimiK3TextConfig, exist_ok=True)

@@ -88,7 +88,7 @@ class LoraExperts(nn.Module, LoraLayer):
             getattr(self, f"lora_{weight}_B")[adapter_name] = nn.Parameter(b)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def _stored(self, weight) -> list[torch.Tensor]:
+    def _stored(self, weight: str) -> list[torch.Tensor]:
         """What the base layer stores of the weights [E, out, in]: themselves, or their codes and scales."""
         kinds = ("_packed", "_scale") if self.packed else ("",)
         return [getattr(self.get_base_layer(), f"{weight}_proj{kind}") for kind in kinds]
@@ -127,7 +127,7 @@ class LoraExperts(nn.Module, LoraLayer):
             self.unmerge()
         if self.disable_adapters or self.merged or not self._acting():
             return self.base_layer(hidden_states, top_k_index, top_k_weights)
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         gate_up, down = map(self._product, WEIGHTS)
         return experts.grouped_experts(
             hidden_states,
@@ -258,16 +258,20 @@ def teach_peft() -> None:
     * What would pass over the factors of the experts in silence is refused: `add_weighted_adapter`, hotswapping.
     * Prefix tuning is refused: it trains keys and values of attention, and KDA layers have none.
     """
-    if getattr(LoraModel, "_knows_kimi_k3", False):
+    lora: Any = LoraModel
+    if getattr(lora, "_knows_kimi_k3", False):
         return
-    LoraModel._knows_kimi_k3 = True
-    LoraModel._create_new_module = staticmethod(_with_experts(LoraModel._create_new_module))
-    BaseTuner.inject_adapter = _all_or_nothing(BaseTuner.inject_adapter)
-    LoraModel.add_weighted_adapter = _without_experts(LoraModel.add_weighted_adapter)
-    hotswap.hotswap_adapter_from_state_dict = _not_hot(hotswap.hotswap_adapter_from_state_dict)
-    peft.PeftModel.from_pretrained = classmethod(_restoring(peft.PeftModel.from_pretrained.__func__))
-    peft.PeftModel.load_adapter = _whole(peft.PeftModel.load_adapter)
-    peft.PeftModel._setup_prompt_encoder = _without_prefixes(peft.PeftModel._setup_prompt_encoder)
+    tuner: Any = BaseTuner
+    whole: Any = peft.PeftModel
+    swapping: Any = hotswap
+    lora._knows_kimi_k3 = True
+    lora._create_new_module = staticmethod(_with_experts(lora._create_new_module))
+    tuner.inject_adapter = _all_or_nothing(tuner.inject_adapter)
+    lora.add_weighted_adapter = _without_experts(lora.add_weighted_adapter)
+    swapping.hotswap_adapter_from_state_dict = _not_hot(swapping.hotswap_adapter_from_state_dict)
+    whole.from_pretrained = classmethod(_restoring(whole.from_pretrained.__func__))
+    whole.load_adapter = _whole(whole.load_adapter)
+    whole._setup_prompt_encoder = _without_prefixes(whole._setup_prompt_encoder)
 
 
 def _with_experts(create):
@@ -304,7 +308,7 @@ def _all_or_nothing(inject):
 
 def _expert_layers(model: nn.Module, adapter_names: list[str]) -> list[str]:
     """Those of the adapters that act on routed experts."""
-    layers = [module for module in model.modules() if type(module).__name__ == "LoraExperts"]
+    layers: list[Any] = [module for module in model.modules() if type(module).__name__ == "LoraExperts"]
     return [name for name in adapter_names if any(name in layer.lora_gate_up_A for layer in layers)]
 
 

@@ -15,6 +15,7 @@ CODE_FILES = tuple(
         "cache",
         "cache_layers",
         "checkpoint",
+        "classification",
         "configuration",
         "distributed",
         "files",
@@ -47,8 +48,8 @@ def auto_map(model: PreTrainedModel) -> dict[str, str]:
         "AutoConfig": f"configuration_kimi_k3.{config}",
         "AutoModel": f"modeling_kimi_k3.{base}",
         "AutoModelForCausalLM": f"modeling_kimi_k3.{causal}",
-        "AutoModelForSequenceClassification": f"modeling_kimi_k3.{labels}ForSequenceClassification",
-        "AutoModelForTokenClassification": f"modeling_kimi_k3.{labels}ForTokenClassification",
+        "AutoModelForSequenceClassification": f"classification_kimi_k3.{labels}ForSequenceClassification",
+        "AutoModelForTokenClassification": f"classification_kimi_k3.{labels}ForTokenClassification",
     }
 
 

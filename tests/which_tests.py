@@ -62,6 +62,7 @@ TESTS = {
         CHECKPOINT, INCOMPLETE, FOREIGN, DOOR, "model/test_finite_values.py", INITIALISATION, CONVERSION,
         "model/test_remote_code.py",
     ),
+    "classification_kimi_k3.py": (LABELS, "model/test_remote_code.py"),
     "configuration_kimi_k3.py": (
         CONFIGURATION, INITIALISATION, "common_suite/run.py", CHECKPOINT, "ecosystem/test_doors.py", DOOR,
         "model/test_quantizers.py",
@@ -80,7 +81,7 @@ TESTS = {
     "modeling_kimi_k3.py": (
         EQUATIONS, GOLDEN, CONTRACT, GENERATION, "cache/test_long_generation.py", CHECKPOINT, INITIALISATION,
         "operations/test_cross_entropy.py", "training/test_training.py", "model/test_remote_code.py", TENSOR_PARALLEL,
-        "ecosystem/test_doors.py", "ecosystem/test_trl_references.py", BROKEN_OFF, ROUTING, LABELS,
+        "ecosystem/test_doors.py", "ecosystem/test_trl_references.py", BROKEN_OFF, ROUTING,
     ),
     "packing_kimi_k3.py": (
         CONTRACT, "model/test_attention_implementations.py", "training/test_training.py", SNAPSHOTS,
@@ -235,7 +236,8 @@ QUICK = {
     "operations/test_router_triton.py": "not_compile",
     "operations/test_situ_triton.py": "-(0.3|60.0|0.0001)]",
     "training/test_balancing.py": "fifty|two_processes|skewed_router|trainer",
-    "training/test_lora.py": "learn|not_finite|each_row|fresh|merging_into|export|no_tensor|without|two_adapters|combination|mixed"
+    "training/test_lora.py": "learn|not_finite|each_row|fresh|merging_into|export|no_tensor"
+    "|without|two_adapters|combination|mixed"
     "|dropout",
     "training/test_muon.py": "trainer|qk_clip_measures",
     "training/test_qat.py": "training_lowers",
