@@ -1,6 +1,7 @@
 """Which model a state belongs to: a hash of what it computes and of every byte of its weights."""
 
 import hashlib
+import itertools
 import json
 import weakref
 from typing import Any
@@ -55,17 +56,24 @@ def _hashes(tensors: list[torch.Tensor]) -> list[bytes]:
     """SHA-256 of each of these parameters or buffers."""
     unknown = []
     for tensor in tensors:
-        mark = None if tensor.device.type in _READ_EACH_TIME else _mark(_local(tensor).detach())
+        parts = _parts(tensor)
+        mark = None if tensor.device.type in _READ_EACH_TIME else [_mark(part.detach()) for part in parts]
         if mark is None or tensor not in _hashed or _hashed[tensor][0] != mark:
-            unknown.append((tensor, mark))
-    hashes = digest_of(_local(tensor) for tensor, _ in unknown)
-    for (tensor, mark), content in zip(unknown, hashes, strict=True):
-        _hashed[tensor] = mark, content
+            unknown.append((tensor, mark, parts))
+    hashes = iter(digest_of(part for *_, parts in unknown for part in parts))
+    for tensor, mark, parts in unknown:
+        _hashed[tensor] = mark, b"".join(itertools.islice(hashes, len(parts)))
     return [_hashed[tensor][1] for tensor in tensors]
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def _parts(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors behind one: this process's part, or what a quantizer's wrapper holds."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _parts(getattr(tensor, name))]
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int]:

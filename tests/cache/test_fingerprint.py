@@ -74,6 +74,40 @@ def test_unchanged_weights_of_a_gpu_are_copied_once(model, monkeypatch):
     assert model_fingerprint(model) == first and not asked
 
 
+class Wrapped(torch.Tensor):
+    """A weight in two tensors, as quantizers keep it."""
+
+    @staticmethod
+    def __new__(cls, values, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values, scale):
+        self.values, self.scale = values, scale
+
+    def __tensor_flatten__(self):
+        return ["values", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        assert function is torch.ops.aten.detach.default, "nothing else is asked of a wrapper"
+        return cls(args[0].values, args[0].scale)
+
+
+@pytest.mark.parametrize("device", ["of the host", "of a GPU"])
+def test_what_a_wrapper_holds_is_hashed(device, monkeypatch):
+    if device == "of a GPU":
+        monkeypatch.setattr(fingerprint_kimi_k3, "_READ_EACH_TIME", ())
+    model, known = tiny.model("k"), set()
+    values, scale = torch.arange(40 * 56, dtype=torch.int8).view(40, 56), torch.ones(40)
+    weight = torch.nn.Parameter(Wrapped(values, scale), requires_grad=False)
+    model.model.layers[0].self_attn.q_proj.weight = weight
+    for change in (lambda: None, lambda: values[3].neg_(), lambda: scale[7:8].mul_(2)):
+        change()
+        known.add(model_fingerprint(model))
+        assert model_fingerprint(model) in known
+    assert len(known) == 3
+
+
 def test_equal_weights_are_one_model_wherever_they_lie(tmp_path):
     """Built, saved and loaded, and with layers on disk; another file of these gives another fingerprint."""
     model = tiny.model("km")
