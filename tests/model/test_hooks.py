@@ -8,6 +8,7 @@ import contextlib
 
 import pytest
 import torch
+from accelerate import hooks
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -145,3 +146,14 @@ def test_gradients_pass_hooks_in_a_cached_step():
     model(PROMPT[:, :-1], cache=cache)
     model(PROMPT[:, -1:], cache=cache).logits.sum().backward()
     assert seen == {name for name, module in parts(model).items() if isinstance(module, nn.Linear)}
+
+
+@pytest.mark.one_release
+def test_a_wrapper_that_only_moves_inputs_leaves_the_fused_forms():
+    """accelerate puts one around every module of a model on several devices: decoding there would expand all keys."""
+    moving = hooks.add_hook_to_module(nn.Linear(3, 4), hooks.AlignDevicesHook(execution_device="cpu"))
+    other = hooks.add_hook_to_module(nn.Linear(3, 4), hooks.ModelHook())
+    assert "forward" in vars(moving) and "forward" in vars(other)
+    assert dispatch.stands_for_call(moving, nn.Linear) and not dispatch.stands_for_call(other, nn.Linear)
+    moving.register_forward_hook(lambda module, args, output: output * 2)
+    assert not dispatch.stands_for_call(moving, nn.Linear)
