@@ -258,20 +258,18 @@ def teach_peft() -> None:
     * What would pass over the factors of the experts in silence is refused: `add_weighted_adapter`, hotswapping.
     * Prefix tuning is refused: it trains keys and values of attention, and KDA layers have none.
     """
-    lora: Any = LoraModel
-    if getattr(lora, "_knows_kimi_k3", False):
+    if getattr(LoraModel, "_knows_kimi_k3", False):
         return
-    tuner: Any = BaseTuner
-    whole: Any = peft.PeftModel
-    swapping: Any = hotswap
-    lora._knows_kimi_k3 = True
-    lora._create_new_module = staticmethod(_with_experts(lora._create_new_module))
-    tuner.inject_adapter = _all_or_nothing(tuner.inject_adapter)
-    lora.add_weighted_adapter = _without_experts(lora.add_weighted_adapter)
-    swapping.hotswap_adapter_from_state_dict = _not_hot(swapping.hotswap_adapter_from_state_dict)
-    whole.from_pretrained = classmethod(_restoring(whole.from_pretrained.__func__))
-    whole.load_adapter = _whole(whole.load_adapter)
-    whole._setup_prompt_encoder = _without_prefixes(whole._setup_prompt_encoder)
+    LoraModel._knows_kimi_k3 = True  # type: ignore[attr-defined]
+    LoraModel._create_new_module = staticmethod(_with_experts(LoraModel._create_new_module))  # type: ignore[method-assign]
+    BaseTuner.inject_adapter = _all_or_nothing(BaseTuner.inject_adapter)  # type: ignore[method-assign]
+    LoraModel.add_weighted_adapter = _without_experts(LoraModel.add_weighted_adapter)  # type: ignore[method-assign]
+    hotswap.hotswap_adapter_from_state_dict = _not_hot(hotswap.hotswap_adapter_from_state_dict)
+    loading: Any = classmethod(_restoring(peft.PeftModel.from_pretrained.__func__))  # type: ignore[attr-defined]
+    peft.PeftModel.from_pretrained = loading  # type: ignore[method-assign]
+    peft.PeftModel.load_adapter = _whole(peft.PeftModel.load_adapter)  # type: ignore[method-assign]
+    prompts = _without_prefixes(peft.PeftModel._setup_prompt_encoder)
+    peft.PeftModel._setup_prompt_encoder = prompts  # type: ignore[method-assign]
 
 
 def _with_experts(create):

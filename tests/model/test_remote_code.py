@@ -108,15 +108,15 @@ TEXT_AUTO_MAP = {
     "AutoConfig": "configuration_kimi_k3.KimiK3TextConfig",
     "AutoModel": "modeling_kimi_k3.KimiK3Model",
     "AutoModelForCausalLM": "modeling_kimi_k3.KimiK3ForCausalLM",
-    "AutoModelForSequenceClassification": "modeling_kimi_k3.KimiK3ForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_kimi_k3.KimiK3ForTokenClassification",
+    "AutoModelForSequenceClassification": "classification_kimi_k3.KimiK3ForSequenceClassification",
+    "AutoModelForTokenClassification": "classification_kimi_k3.KimiK3ForTokenClassification",
 }
 WHOLE_AUTO_MAP = {
     "AutoConfig": "configuration_kimi_k3.KimiK3Config",
     "AutoModel": "modeling_kimi_k3.KimiK3ForConditionalGeneration",
     "AutoModelForCausalLM": "modeling_kimi_k3.KimiK3ForConditionalGeneration",
-    "AutoModelForSequenceClassification": "modeling_kimi_k3.KimiK3MultimodalForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_kimi_k3.KimiK3MultimodalForTokenClassification",
+    "AutoModelForSequenceClassification": "classification_kimi_k3.KimiK3MultimodalForSequenceClassification",
+    "AutoModelForTokenClassification": "classification_kimi_k3.KimiK3MultimodalForTokenClassification",
 }
 CASES = {"k3_tiny_mxfp4": WHOLE_AUTO_MAP, "kimi_linear_flat": TEXT_AUTO_MAP}
 
@@ -426,8 +426,11 @@ def test_manifest_lists_every_file_the_loader_must_carry():
     """The loader finds files by reading text, and only those of `from .kernels/x import` form below `kernels/`."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
-    found = {str(Path(file).relative_to(ROOT)) for file in get_relative_import_files(ROOT / "modeling_kimi_k3.py")}
-    assert found == set(SHIPPED) - {"modeling_kimi_k3.py"}
+    # The file that an Auto class is given for labels needs all others.
+    found = {
+        str(Path(file).relative_to(ROOT)) for file in get_relative_import_files(ROOT / "classification_kimi_k3.py")
+    }
+    assert found == set(SHIPPED) - {"classification_kimi_k3.py"}
 
 
 def test_root_does_not_shadow_the_distribution_named_kernels(tmp_path):
