@@ -13,6 +13,8 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..files_kimi_k3 import written_whole
+
 # Medians published for coding agents: input and output tokens of a turn, turns of a session.
 INPUT, OUTPUT, TURNS = 142_000, 444, 65
 SHARED = 8192
@@ -84,7 +86,8 @@ def medians(sessions: list[Session]) -> dict[str, float]:
 
 
 def write(path: Path, sessions: list[Session]) -> None:
-    path.write_text("".join(json.dumps(asdict(session)) + "\n" for session in sessions), encoding="utf-8")
+    with written_whole(path) as aside:
+        aside.write_text("".join(json.dumps(asdict(session)) + "\n" for session in sessions), encoding="utf-8")
 
 
 def read(path: Path) -> list[Session]:
