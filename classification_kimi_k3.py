@@ -1,4 +1,8 @@
-"""Kimi K3 with a head for labels: of whole texts (rewards too) and of tokens."""
+"""Kimi K3 with a head for labels: of whole texts (rewards too) and of tokens.
+
+transformers reads the text of this file to learn what a model supports: the routed experts are decorated with
+`@use_experts_implementation` (in `layers_kimi_k3.py`).
+"""
 
 import copy
 from typing import Any

@@ -1,4 +1,10 @@
-"""What a saved folder needs to load without this package: the code, and the `auto_map` that names its classes."""
+"""What a saved folder needs to load without this package: the code, and the `auto_map` that names its classes.
+
+The remote-code loader copies what the text of a file imports, this text included. No other file imports this one, and a
+model that was loaded without it could not be saved with all of its code:
+
+from .classification_kimi_k3 import
+"""
 
 import shutil
 from pathlib import Path
