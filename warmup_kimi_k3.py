@@ -4,6 +4,7 @@ A forward and a step run on zeros while nothing is launched (`kernels/ahead.py`)
 the model asks for and no list that could grow old.
 """
 
+import functools
 import logging
 import weakref
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.utils.logging import tqdm
 
 from .graph_kimi_k3 import examined
 from .kernels_kimi_k3 import ahead, dispatch
@@ -36,7 +38,8 @@ def warm_up(
     ids = torch.zeros(rows, min(tokens, MOST_TOKENS), dtype=torch.int64, device=model.device)
     mask = torch.ones_like(ids)
     mask[0, : ids.shape[1] // 2] = int(not padded)
-    with ahead.compiled_only(model.device, progress) as names:
+    bar = functools.partial(tqdm, desc="kernels compiled", leave=False, disable=not progress)
+    with ahead.compiled_only(model.device, bar) as names:
         if training:
             _train(model, ids)
         else:

@@ -6,20 +6,16 @@ builds a launcher for each with the C compiler. Most of either is spent outside 
 
 import contextlib
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from . import dispatch
 
 # With more threads the ones that hold Python's lock keep the others waiting.
 MOST_WORKERS = 16
-# Launches are changed for the whole process, for a thread at a time.
-_alone = threading.Lock()
 
 
 def is_possible() -> bool:
@@ -31,45 +27,34 @@ def is_possible() -> bool:
 
 def cache_folder() -> str:
     """Where Triton keeps what it compiles: `TRITON_CACHE_DIR`, or a folder of the user's."""
-    import triton
+    from . import triton_tools as tools
 
-    return triton.knobs.cache.dir
+    return tools.triton.knobs.cache.dir
 
 
 @contextlib.contextmanager
-def compiled_only(device: torch.device, progress: bool = False) -> Iterator[list[str]]:
+def compiled_only(device: torch.device, progress: Callable[..., Iterable[Future]] = iter) -> Iterator[list[str]]:
     """What this thread launches in the block is compiled and does not run: results of operations are zeros.
 
     At the end of the block all that it asked for is compiled, stored in Triton's cache and loaded on the device. What
     does not compile is left to the launch that needs it. Launches of other threads run as always.
 
     Args:
-        progress: draw a bar while the last ones compile.
+        progress: makes a bar of an iterator over the last ones that compile.
 
     Yields:
         the names of the kernels, complete behind the block.
     """
-    import triton
-    from triton.runtime.jit import JITFunction
+    from . import triton_tools as tools
 
     names: list[str] = []
-    launch, thread = JITFunction.run, threading.get_ident()
-
-    def run(self, *args, grid, warmup, **kwargs):
-        return launch(self, *args, grid=grid, warmup=warmup or threading.get_ident() == thread, **kwargs)
-
     workers = min(MOST_WORKERS, os.cpu_count() or 1)
-    with _alone, ThreadPoolExecutor(workers, initializer=_use, initargs=(device,)) as pool:
+    with ThreadPoolExecutor(workers, initializer=_use, initargs=(device,)) as pool:
         executor = _Loading(pool)
-        with triton.AsyncCompileMode(executor, ignore_errors=True):
-            JITFunction.run = run
-            try:
-                with dispatch.compiling_only():
-                    yield names
-            finally:
-                JITFunction.run = launch
-            done = as_completed(executor.futures)
-            for future in tqdm(done, "kernels compiled", len(executor.futures), disable=not progress, leave=False):
+        with tools.triton.AsyncCompileMode(executor, ignore_errors=True):
+            with dispatch.compiling_only():
+                yield names
+            for future in progress(as_completed(executor.futures)):
                 if future.exception() is None:
                     names.append(future.result().name)
 

@@ -30,7 +30,7 @@ def source_offset(sources, i, N: tl.constexpr):
     return tl.multiple_of(offset // (sources[0].dtype.element_ty.primitive_bitwidth // 8), 8)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["scores", "inverse_rms"])
+@tools.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["scores", "inverse_rms"])
 def mix_kernel(
     sources, norm_weight, proj_weight, out_weight, mixed, out, scores, inverse_rms, rows, eps, out_eps,
     N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, PTX: tl.constexpr,
@@ -73,7 +73,7 @@ def mix_kernel(
                 tl.store(out + row * D + c, normed.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["scores", "inverse_rms"])
+@tools.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["scores", "inverse_rms"])
 def mix_backward_kernel(
     sources, grads, norm_weight, proj_weight, out_weight, mixed, d_mixed, d_out, scores, inverse_rms,
     d_query, d_out_weight, rows, out_eps,

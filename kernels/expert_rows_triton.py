@@ -12,7 +12,7 @@ from . import triton_tools as tools
 triton, tl = tools.triton, tools.tl
 
 
-@triton.jit
+@tools.jit
 def combine_kernel(rows, inverse, weights, out, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr):
     """out [T, D] = sum_j weights[:, j] rows[inverse[:, j]], one token and BD columns; `weights` None for ones."""
     token = (tl.program_id(0) // tl.cdiv(D, BD)).to(tl.int64)
@@ -27,7 +27,7 @@ def combine_kernel(rows, inverse, weights, out, D: tl.constexpr, BD: tl.constexp
     tl.store(out + token * D + c, total.to(out.dtype.element_ty), mask=c < D)
 
 
-@triton.jit
+@tools.jit
 def combine_backward_kernel(
     grad, rows, inverse, weights, d_rows, d_weights,
     D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,

@@ -293,7 +293,7 @@ def multiply_group(
         expert = next_expert
 
 
-@gluon.jit(do_not_specialize=["count"])
+@hopper.jit(do_not_specialize=["count"])
 def experts_kernel(
     activations, weight, scale, tiles, count, order, routing, out, beta, linear_beta,
     COLUMNS: gl.constexpr, N: gl.constexpr, BLOCKS: gl.constexpr, DOWN: gl.constexpr, SITU: gl.constexpr,

@@ -57,7 +57,7 @@ def lane_order(x, BM: tl.constexpr, BN: tl.constexpr):
     return tl.reshape(x, (BM, BN))
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@tools.jit(do_not_specialize=["pairs"])
 def spread_kernel(
     x, order, spread, pairs,
     D: tl.constexpr, TOP_K: tl.constexpr, LANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -311,7 +311,7 @@ def multiply_group(
         expert, first, end = tile_of(tiles, count, item, BLOCKS)
 
 
-@gluon.jit(do_not_specialize=["count"])
+@hopper.jit(do_not_specialize=["count"])
 def experts_kernel(
     wide_x, narrow_x, narrowest_x, tiles, count, weight, scale, order, routing, out, beta, linear_beta,
     COLUMNS: gl.constexpr, N: gl.constexpr, BLOCKS: gl.constexpr, DOWN: gl.constexpr, SITU: gl.constexpr,

@@ -128,7 +128,7 @@ def load_columns(x, real, c, WIDTH: tl.constexpr, DT: tl.constexpr):
     return tl.trans(tl.load(x[:, None] + c[None, :], mask=real[:, None] & (c < WIDTH)[None, :], other=0.0).to(DT))
 
 
-@triton.jit(do_not_specialize=["pairs", "count"])
+@tools.jit(do_not_specialize=["pairs", "count"])
 def plan_kernel(expert_ids, order, tiles, pairs, count, P: tl.constexpr, BM: tl.constexpr):
     """`plan` for few pairs in one program, by comparing every pair with every other."""
     p = tl.arange(0, P)
@@ -163,7 +163,7 @@ def plan_kernel(expert_ids, order, tiles, pairs, count, P: tl.constexpr, BM: tl.
         tl.store(tiles + first + p, -1, mask=(first + p >= used) & (first + p < count))
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@tools.jit(do_not_specialize=["pairs"])
 def rank_kernel(expert_ids, counts, ranks, pairs, P: tl.constexpr):
     """Pairs of every expert, and for every pair how many of its expert came before it, in no fixed order.
 
@@ -174,7 +174,7 @@ def rank_kernel(expert_ids, counts, ranks, pairs, P: tl.constexpr):
     tl.store(ranks + p, tl.atomic_add(counts + expert, 1, mask=p < pairs), mask=p < pairs)
 
 
-@triton.jit(do_not_specialize=["count"])
+@tools.jit(do_not_specialize=["count"])
 def tiles_kernel(counts, tiles, count, EXPERTS: tl.constexpr, E: tl.constexpr, BM: tl.constexpr):
     """The tiles of all experts; `counts` become the place of every expert's first pair."""
     e = tl.arange(0, E)
@@ -194,7 +194,7 @@ def tiles_kernel(counts, tiles, count, EXPERTS: tl.constexpr, E: tl.constexpr, B
         tl.store(tiles + start + e, -1, mask=start + e < count)
 
 
-@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["order"])
+@tools.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["order"])
 def place_kernel(expert_ids, counts, ranks, order, pairs, P: tl.constexpr):
     p = tl.program_id(0) * P + tl.arange(0, P)
     expert = tl.load(expert_ids + p, mask=p < pairs, other=0)
@@ -243,7 +243,7 @@ def unpacked_order(x, BM: tl.constexpr, BN: tl.constexpr):
     return tl.reshape(x, (BM, BN))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@tools.jit(do_not_specialize=["tokens"])
 def order_kernel(x, ordered, tokens, D: tl.constexpr, X: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     row = tl.program_id(0) * BM + tl.arange(0, BM)[:, None].to(tl.int64)
     c = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
@@ -288,7 +288,7 @@ def store_activated(
     tl.store(h + place, unpacked_order(value, BM, BN // 2), mask=real[:, None] & (c < WIDTH)[None, :])
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["order"])
+@tools.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["order"])
 def packed_gate_up_kernel(
     x, order, tiles, count, weight, scale, h, beta, linear_beta,
     D: tl.constexpr, M: tl.constexpr, X: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr,
@@ -329,7 +329,7 @@ def store_weighted(y, routing, pairs, real, value, c, D: tl.constexpr):
     tl.store(y + place, tl.trans(value), mask=real[:, None] & (c < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["order"])
+@tools.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["order"])
 def packed_down_kernel(
     h, order, tiles, count, weight, scale, routing, y,
     D: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr,
@@ -360,7 +360,7 @@ def packed_down_kernel(
         store_weighted(y, routing, pairs2, real2, total2, c, D)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["order"])
+@tools.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["order"])
 def gate_up_kernel(
     x, order, tiles, count, weight, h, beta, linear_beta,
     D: tl.constexpr, M: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -389,7 +389,7 @@ def gate_up_kernel(
     tl.store(h + (rows * M)[:, None] + c[None, :], tl.trans(value), mask=real[:, None] & (c < M)[None, :])
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["order"])
+@tools.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["order"])
 def down_kernel(
     h, order, tiles, count, weight, routing, y,
     D: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DT: tl.constexpr,

@@ -4,6 +4,9 @@ Gluon is experimental, and releases rename things: a module that imports this on
 AttributeError or a TypeError where this Triton has it not, or under other names (`dispatch.if_importable`).
 """
 
+import functools
+
+from . import dispatch
 from . import triton_tools as tools
 
 triton = tools.triton
@@ -12,6 +15,7 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):  # Gluon was the
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonJITFunction
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 except ImportError as error:
@@ -26,12 +30,24 @@ load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_t
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
+class Kernel(GluonJITFunction):
+    """As `triton_tools.Kernel`."""
+
+    def run(self, *args, warmup, **kwargs):
+        return super().run(*args, warmup=warmup or dispatch.is_compiling_only(), **kwargs)
+
+
+def jit(**options):
+    """`gluon.jit` for what is launched."""
+    return functools.partial(Kernel, **options)
+
+
 def described(matrix, rows: int, columns: int, layout):
     """A matrix for bulk copies of [rows, columns], which come to lie in the layout."""
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)
 
 
 __all__ = [
-    "SHARED", "TensorDescriptor", "described", "fence", "gl", "gluon", "load", "mbarrier", "mma", "mma_wait",
+    "SHARED", "TensorDescriptor", "described", "fence", "gl", "gluon", "jit", "load", "mbarrier", "mma", "mma_wait",
     "synchronize",
 ]  # fmt: skip

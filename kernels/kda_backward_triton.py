@@ -20,7 +20,7 @@ level_pairs, level_factors = forward_pass.level_pairs, forward_pass.level_factor
 CHUNK = forward_pass.CHUNK
 
 
-@triton.jit(do_not_specialize=["T"])
+@tools.jit(do_not_specialize=["T"])
 def scan_backward_kernel(
     work, decay, do, dht, du, dstates, dh0, cu_seqlens, block_offsets, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -70,7 +70,7 @@ def scan_backward_kernel(
         tl.store(dh0 + of_head + state_tile, grad.to(dh0.dtype.element_ty), mask=in_state)
 
 
-@triton.jit(do_not_specialize=["T"])
+@tools.jit(do_not_specialize=["T"])
 def chunk_backward_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, block_offsets, block_seq,
     inverse, lower, updated, residual, states, do, du, dstates,

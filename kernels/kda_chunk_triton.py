@@ -160,7 +160,7 @@ def load_rows(x, offsets, mask, eps):
     return rows, tl.rsqrt(tl.sum(rows * rows, axis=1) + eps)[:, None]
 
 
-@triton.jit(do_not_specialize=["T"])
+@tools.jit(do_not_specialize=["T"])
 def prepare_kernel(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens, block_offsets, block_seq,
     work, decay_out, inverse_out, lower_out, residual,
@@ -250,7 +250,7 @@ def prepare_kernel(
     tl.store(work + 3 * C * K + column, u.to(DT), mask=in_column)
 
 
-@triton.jit(do_not_specialize=["T"])
+@tools.jit(do_not_specialize=["T"])
 def transition_kernel(
     work, decay, transition, offset, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -294,7 +294,7 @@ def transition_kernel(
         tl.store(transition + of_segment * K + c_k[None, :] * K + c_v[:, None], state, mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "segment_steps"])
+@tools.jit(do_not_specialize=["T", "segment_steps"])
 def scan_kernel(
     work, decay, h0, o, ht, checkpoints, states, updated, residual, cu_seqlens, block_offsets,
     checkpoint_offsets, T, segment_steps,

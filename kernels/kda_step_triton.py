@@ -75,7 +75,7 @@ def update(s, q, k, decay, beta, v, qk):
     return read + qk * u, s + k[:, None] * u[None, :]
 
 
-@triton.jit
+@tools.jit
 def step_kernel(
     q, k, v, g, beta, gate, tails, conv_weights, A_log, dt_bias, norm_weight, state, out, new_tails, new_state,
     T, batch_strides, token_strides, scale, lower_bound, eps, norm_eps,
@@ -173,7 +173,7 @@ def convolve_new(x, tail, new_tail, weight, c, P: tl.constexpr, W: tl.constexpr,
     return (total * sigmoid(total, PTX)).to(x.dtype.element_ty)
 
 
-@triton.jit
+@tools.jit
 def keys_kernel(
     q, k, v, g, tails, conv_weights, A_log, dt_bias, keys, values, new_tails, batch_strides, scale, lower_bound, eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, BOUNDED: tl.constexpr,
@@ -204,7 +204,7 @@ def keys_kernel(
     tl.store(values + i_b * (H * V) + c_v, b_v)
 
 
-@triton.jit
+@tools.jit
 def state_kernel(
     keys, values, beta, state, out, new_state, batch_beta,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BS: tl.constexpr, IN_PLACE: tl.constexpr, PTX: tl.constexpr,
@@ -225,7 +225,7 @@ def state_kernel(
     tl.store(out + head * V + c_v, b_o.to(out.dtype.element_ty))
 
 
-@triton.jit
+@tools.jit
 def norm_kernel(
     out, gate, norm_weight, batch_gate, norm_eps,
     H: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, PTX: tl.constexpr,

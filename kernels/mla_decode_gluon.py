@@ -209,7 +209,7 @@ def right_group(
     finish(part, log2_sum, sums, top, total, numbers, barriers, rows, 1)
 
 
-@gluon.jit(do_not_specialize=["keys"])
+@hopper.jit(do_not_specialize=["keys"])
 def decode_kernel(
     query, query_rope, latents, rope, lengths, part, log2_sum,
     keys, rows, batch_q, head_q, batch_p, head_p, batch_rows, batch_n, scale,

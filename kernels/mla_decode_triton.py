@@ -27,7 +27,7 @@ def weigh(s, top, total, PTX: tl.constexpr):
     return weight, new_top, total * kept + tl.sum(weight, axis=1), kept
 
 
-@triton.jit(do_not_specialize=["keys"])
+@tools.jit(do_not_specialize=["keys"])
 def decode_kernel(
     query, query_rope, latents, mask, lengths, part, log2_sum,
     keys, T, query_strides, rope_strides, latents_strides, mask_strides, batch_n, scale, lowest,
@@ -104,7 +104,7 @@ def decode_kernel(
     tl.store(part + at[:, None] * R + c[None, :], acc * reciprocal(total, PTX)[:, None], mask=in_r & in_c)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@tools.jit(do_not_specialize=["splits"])
 def merge_kernel(
     part, log2_sum, out, splits, rows, out_strides,
     H: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, PTX: tl.constexpr,

@@ -14,7 +14,7 @@ triton, tl = tools.triton, tools.tl
 sigmoid = tools.sigmoid
 
 
-@triton.jit(do_not_specialize=["rows"])
+@tools.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x, gate, weight, out, rows, stride_x, stride_gate, eps,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, GATED: tl.constexpr, PTX: tl.constexpr,
@@ -34,7 +34,7 @@ def norm_kernel(
     tl.store(out + (row * D)[:, None] + c[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@tools.jit(do_not_specialize=["rows"])
 def norm_backward_kernel(
     x, gate, weight, d_out, dx, d_gate, d_weight, rows, stride_x, stride_gate, eps,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, GATED: tl.constexpr, PTX: tl.constexpr,

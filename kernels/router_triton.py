@@ -20,7 +20,7 @@ def scores_of(logit, here, SOFTMAX: tl.constexpr, PTX: tl.constexpr):
     return score
 
 
-@triton.jit
+@tools.jit
 def choose_kernel(
     logits, bias, chosen, weights, stride, scaling, E: tl.constexpr, BE: tl.constexpr, K: tl.constexpr,
     BK: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, PTX: tl.constexpr,
@@ -47,7 +47,7 @@ def choose_kernel(
     tl.store(weights + at, picked * scaling, mask=slot < K)
 
 
-@triton.jit
+@tools.jit
 def choose_backward_kernel(
     logits, chosen, d_weights, d_logits, stride, scaling, E: tl.constexpr, BE: tl.constexpr, K: tl.constexpr,
     BK: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, PTX: tl.constexpr,

@@ -47,7 +47,7 @@ def chosen(tensors, N: tl.constexpr):
     return tensor
 
 
-@triton.jit(do_not_specialize=["tokens", "T"])
+@tools.jit(do_not_specialize=["tokens", "T"])
 def conv_kernel(
     xs, weights, tails, ys, cu_seqlens, sequence_of, tokens, T, P, stride_x,
     N: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, VARLEN: tl.constexpr, HAS_TAIL: tl.constexpr,
@@ -67,7 +67,7 @@ def conv_kernel(
     tl.store(y + token[:, None] * P + c[None, :], total.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens", "T"])
+@tools.jit(do_not_specialize=["tokens", "T"])
 def conv_backward_kernel(
     xs, weights, tails, dys, dxs, dweights, cu_seqlens, sequence_of, tokens, T, P, stride_x,
     N: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, VARLEN: tl.constexpr, HAS_TAIL: tl.constexpr,

@@ -17,7 +17,7 @@ def locate(M: tl.constexpr, BLOCK: tl.constexpr):
     return row, c, c < M
 
 
-@triton.jit
+@tools.jit
 def glu_kernel(
     gate, up, stride_gate, stride_up, out, beta, linear_beta,
     M: tl.constexpr, BLOCK: tl.constexpr, SITU: tl.constexpr, CAPPED: tl.constexpr, PTX: tl.constexpr,
@@ -33,7 +33,7 @@ def glu_kernel(
     tl.store(out + row * M + c, (a * share * b).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@tools.jit
 def glu_backward_kernel(
     gate, up, stride_gate, stride_up, d_out, d_gate, d_up, stride_grad, beta, linear_beta,
     M: tl.constexpr, BLOCK: tl.constexpr, SITU: tl.constexpr, CAPPED: tl.constexpr, PTX: tl.constexpr,
