@@ -28,6 +28,7 @@ from .kernels/mla_prefill import
 from .kernels/mxfp4 import
 from .kernels/norms import
 from .kernels/norms_triton import
+from .kernels/operators import
 from .kernels/router import
 from .kernels/router_triton import
 from .kernels/short_conv import

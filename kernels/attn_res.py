@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from . import dispatch, norms
+from . import dispatch, norms, operators
 
 # The widest row that one program of the Triton kernels holds.
 MAX_WIDTH = 16384
@@ -63,9 +63,8 @@ def _mix(sources, norm_weight, proj_weight, eps, out_weight, out_eps):
     """The mix, and its norm where there is an `out_weight` and a kernel ran; else None."""
     same = all(source.dtype == sources[-1].dtype for source in sources)
     weights = [norm_weight] if out_weight is None else [norm_weight, out_weight]
-    if same and sources[0].shape[-1] <= MAX_WIDTH and dispatch.triton_refusal(*sources, *weights) is None:
-        tensors = norm_weight, proj_weight, out_weight, *(_aligned(source.contiguous()) for source in sources)
-        results = dispatch.run_differentiable(_forward, _backward, tensors, (eps, out_eps))
+    if same and sources[0].shape[-1] <= MAX_WIDTH and dispatch.operator_refusal(*sources, *weights) is None:
+        results = _OPERATOR.run((norm_weight, proj_weight, out_weight, *sources), (eps, out_eps))
         if results is not None:
             return results
     return _composed(sources, norm_weight, proj_weight, eps), None
@@ -94,6 +93,7 @@ def _forward(tensors, options, keep):
     from . import attn_res_triton
 
     (norm_weight, proj_weight, out_weight, *sources), (eps, out_eps) = tensors, options
+    sources = [_aligned(source.contiguous()) for source in sources]
     mixed, out, *kept = attn_res_triton.forward(sources, norm_weight, proj_weight, eps, out_weight, out_eps, keep)
     return (mixed, out), (mixed, *kept)
 
@@ -102,7 +102,8 @@ def _backward(tensors, kept, options, grads):
     """The norm's result is not differentiable in its roundings, as nowhere in the model."""
     from . import attn_res_triton
 
-    (*weights, out_weight), sources, (eps, out_eps) = tensors[:3], tensors[3:], options
+    (*weights, out_weight), (eps, out_eps) = tensors[:3], options
+    sources = [_aligned(source.contiguous()) for source in tensors[3:]]
     found = dispatch.run_kernels(attn_res_triton.backward, sources, *weights, out_weight, out_eps, *kept, *grads)
     if found is not None:
         d_sources, *d_weights = found
@@ -113,3 +114,35 @@ def _backward(tensors, kept, options, grads):
         return mixed, None if out_weight is None else norms.rms_norm(mixed, out_weight, out_eps)
 
     return dispatch.recomputed(composed, tensors, grads)
+
+
+def _reference(tensors, options):
+    (norm_weight, proj_weight, out_weight, *sources), (eps, out_eps) = tensors, options
+    mixed = _composed(sources, norm_weight, proj_weight, eps)
+    return mixed, None if out_weight is None else norms.rms_norm(mixed, out_weight, out_eps)
+
+
+def _fake(tensors, _):
+    _, _, out_weight, *sources = tensors
+    mixed = sources[-1].new_empty(sources[-1].shape)
+    out = []
+    if out_weight is not None:
+        out = [mixed.new_empty(mixed.shape, dtype=torch.promote_types(mixed.dtype, out_weight.dtype))]
+    scores = [mixed.new_empty(*mixed.shape[:-1], len(sources), dtype=torch.float32) for _ in range(2)]
+    return [mixed, *out, *scores]
+
+
+def _results(outputs, tensors):
+    return outputs[0], None if tensors[2] is None else outputs[1]
+
+
+_OPERATOR = operators.Operator(
+    "attn_res_mix",
+    "float eps, float out_eps",
+    _forward,
+    _backward,
+    _reference,
+    _fake,
+    _results,
+    kept=lambda outputs: (outputs[0], *outputs[-2:]),
+)

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 MAX_SIZE = 256
 # Set to False (or start with KIMI_K3_TRITON=0) to run the torch references everywhere.
 use_triton = os.environ.get("KIMI_K3_TRITON", "1") != "0"
+# Types of devices whose tensors go to torch, compiled or not.
+without_kernels = ("cpu", "meta")
 _TYPES = {torch.float32, torch.bfloat16, torch.float16}
 # Operations of which a kernel failed to compile, and why.
 _broken: dict[str, str] = {}
@@ -36,7 +38,7 @@ def triton_refusal(*tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> str |
     On a GPU every reason is logged once: there, running without the kernels is a surprise.
     """
     device = tensors[0].device
-    if device.type in ("cpu", "meta"):
+    if device.type in without_kernels:
         return f"the tensors are on {device.type}"
     if not use_triton:
         return "use_triton is False"
@@ -55,6 +57,20 @@ def triton_refusal(*tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> str |
     if reason is not None:
         _tell(reason)
     return reason
+
+
+def operator_refusal(*tensors: torch.Tensor, **limits: tuple[int, ...]) -> str | None:
+    """`triton_refusal` for an operation of which a graph gets a registered operator (`operators.py`).
+
+    Traced, only what tensors are decides, and nothing is logged: the operator asks about the device when it runs.
+    """
+    if not torch.compiler.is_compiling():
+        return triton_refusal(*tensors, **limits)
+    device = tensors[0].device
+    known = use_triton and _HAS_TRITON and device.type not in without_kernels
+    known = known and all(x.dtype in _TYPES and x.device == device for x in tensors)
+    known = known and all(size <= MAX_SIZE for size in limits.get("sizes", ()))
+    return None if known else "torch.compile traces the torch path"
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from . import dispatch
+from . import dispatch, mxfp4, operators, situ
 
 # Pairs of token and expert that the Triton kernels take at once: bounds what lies between the two products.
 MOST_PAIRS = 2**18
@@ -199,10 +199,17 @@ def fused_experts(
         [T, D] float32, summed in the order of `expert_ids`.
     """
     floating = (x, expert_weights) if scales is not None else (x, expert_weights, gate_up, down)
-    if dispatch.triton_refusal(*floating) is not None or dispatch.needs_grad(*floating) or x.shape[0] == 0:
+    if dispatch.operator_refusal(*floating) is not None or dispatch.needs_grad(*floating):
         return None
-    if gate_up.device != x.device:  # offloaded bytes
+    if gate_up.device != x.device or x.shape[0] == 0:  # offloaded bytes, or nothing
         return None
+    arguments = x, expert_ids, expert_weights, gate_up, down
+    if torch.compiler.is_compiling():
+        return _OPERATOR(*arguments, list(scales or ()), beta, linear_beta, elsewhere)
+    return _in_kernels(*arguments, scales, beta, linear_beta, elsewhere)
+
+
+def _in_kernels(x, expert_ids, expert_weights, gate_up, down, scales, beta, linear_beta, elsewhere):
     tokens, pairs = max(1, MOST_PAIRS // expert_ids.shape[1]), (x, expert_ids, expert_weights)
     weights = gate_up, down, *(scales or (None, None)), beta, linear_beta, elsewhere
     if len(x) <= tokens:
@@ -247,3 +254,31 @@ def _rows(name):
     from . import expert_rows_triton
 
     return getattr(expert_rows_triton, name)
+
+
+def _run_operator(x, expert_ids, expert_weights, gate_up, down, scales, beta, linear_beta, elsewhere):
+    out = None
+    if dispatch.triton_refusal(x, expert_weights) is None:
+        pairs = x, expert_ids, expert_weights
+        out = _in_kernels(*pairs, gate_up, down, tuple(scales) or None, beta, linear_beta, elsewhere)
+    if out is not None:
+        return out
+
+    def activation(both):
+        return situ.swiglu(both, None) if beta is None else situ.situ_glu(both, None, beta, linear_beta)
+
+    def weights_of(expert):
+        if not scales:
+            return gate_up[expert], down[expert]
+        packed = (gate_up[expert], scales[0][expert]), (down[expert], scales[1][expert])
+        return tuple(mxfp4.dequantize_mxfp4(*weight, x.dtype) for weight in packed)
+
+    return grouped_experts(x, expert_ids, expert_weights, len(gate_up), weights_of, activation)
+
+
+_OPERATOR = operators.define(
+    "fused_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down, Tensor[] scales, "
+    "float? beta, float? linear_beta, bool elsewhere) -> Tensor",
+    _run_operator,
+    lambda x, *_: x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)),
+)

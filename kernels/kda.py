@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import dispatch
+from . import dispatch, operators
 
 L2_EPS = 1e-6
 CHUNK = 64
@@ -164,21 +164,23 @@ def fused_kda(
     """
     inputs = KDAInputs(q, k, v, g, beta)
     _check_shapes(*inputs, cu_seqlens)
-    if takes_kernels(inputs, parameters, initial_state):
+    if takes_kernels(inputs, parameters, initial_state, traced=cu_seqlens is None):
         sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         _check_state(initial_state, (sequences, *k.shape[2:], v.shape[3]))
         tensors = *inputs.by_token(), *parameters.tensors, initial_state
-        options = parameters.with_tensors(None, None), cu_seqlens
-        results = dispatch.run_differentiable(_forward, _backward, tensors, options)
+        results = _OPERATOR.run(tensors, (parameters.lower_bound, parameters.l2_eps, cu_seqlens))
         if results is not None:
             return results
     return composed_kda(inputs, parameters, initial_state, cu_seqlens)
 
 
-def takes_kernels(inputs: KDAInputs, parameters: KDAParameters, *states: torch.Tensor | None) -> bool:
-    """Whether the Triton kernels run for these."""
+def takes_kernels(
+    inputs: KDAInputs, parameters: KDAParameters, *states: torch.Tensor | None, traced: bool = False
+) -> bool:
+    """Whether the Triton kernels run for these, or where a graph is `traced`, an operator."""
     tensors = (x for x in (*parameters.tensors, *states) if x is not None)
-    return dispatch.triton_refusal(*inputs, *tensors, sizes=inputs.sizes) is None
+    refusal_of = dispatch.operator_refusal if traced else dispatch.triton_refusal
+    return refusal_of(*inputs, *tensors, sizes=inputs.sizes) is None
 
 
 def composed_kda(
@@ -280,14 +282,23 @@ def _forward_kernels(inputs, parameters, initial_state, cu_seqlens, checkpoint_e
 
 
 def _forward(tensors, options, _):
-    (*inputs, A_log, dt_bias, initial_state), (numbers, cu_seqlens) = tensors, options
-    parameters = numbers.with_tensors(A_log, dt_bias)
-    return _forward_kernels(KDAInputs(*inputs), parameters, initial_state, cu_seqlens), ()
+    return _forward_kernels(*_arguments(tensors, options)), ()
 
 
 def _backward(tensors, _, options, grads):
-    (*inputs, A_log, dt_bias, initial_state), (numbers, cu_seqlens) = tensors, options
-    return gradients(KDAInputs(*inputs), numbers.with_tensors(A_log, dt_bias), initial_state, cu_seqlens, *grads)
+    return gradients(*_arguments(tensors, options), *grads)
+
+
+def _arguments(tensors, options):
+    """(inputs, parameters, initial state, cu_seqlens) of an operator's tensors and options."""
+    (*inputs, A_log, dt_bias, initial_state), (lower_bound, l2_eps, cu_seqlens) = tensors, options
+    return KDAInputs(*inputs), KDAParameters(A_log, dt_bias, lower_bound, l2_eps), initial_state, cu_seqlens
+
+
+def _fake(tensors, _):
+    q, _, v, *_, initial_state = tensors
+    state = q.new_empty(q.shape[0], *q.shape[2:], v.shape[3], dtype=torch.float32)
+    return [v.new_empty(v.shape), state if initial_state is None else initial_state.new_empty(initial_state.shape)]
 
 
 def gradients(
@@ -542,3 +553,14 @@ def _decayed_products(q, k, g):
         s *= 2
     attn, kk = matrices.unbind(2)
     return attn, kk, after_first + g[..., :1, :], to_last
+
+
+_OPERATOR = operators.Operator(
+    "fused_kda",
+    "float? lower_bound, float l2_eps, Tensor? cu_seqlens",  # the last one no graph has
+    _forward,
+    _backward,
+    lambda tensors, options: composed_kda(*_arguments(tensors, options)),
+    _fake,
+    results=lambda outputs, tensors: tuple(outputs),
+)

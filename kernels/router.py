@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import dispatch
+from . import dispatch, operators
 
 # The most experts that one program of the Triton kernel holds.
 MAX_EXPERTS = 4096
@@ -42,11 +42,14 @@ def choose_experts(
         chosen [T, top_k] int64 in no fixed order, and their weights [T, top_k] in the dtype of the logits.
     """
     plain = groups == kept_groups and logits.dtype == torch.float32 and 0 < logits.shape[-1] <= MAX_EXPERTS
-    if plain and dispatch.triton_refusal(logits, bias) is None and len(logits):
-        options = top_k, activation, renormalize, scaling
-        results = dispatch.run_differentiable(_forward, _backward, (logits, bias), options)
+    if plain and dispatch.operator_refusal(logits, bias) is None and len(logits):
+        results = _OPERATOR.run((logits, bias), (top_k, activation, renormalize, float(scaling)))
         if results is not None:
             return results
+    return _composed(logits, bias, top_k, activation, renormalize, scaling, groups, kept_groups)
+
+
+def _composed(logits, bias, top_k, activation, renormalize, scaling, groups, kept_groups):
     scores = expert_scores(logits, activation)
     choice = _limit_groups(scores.detach() + bias.to(logits.dtype), groups, kept_groups)
     chosen = choice.topk(top_k, dim=-1, sorted=False).indices
@@ -100,3 +103,26 @@ def _backward(tensors, kept, options, grads):
 
         (grad,) = dispatch.recomputed(weights_of, [logits], [d_weights])
     return grad, None
+
+
+def _reference(tensors, options):
+    return _composed(*tensors, *options, groups=1, kept_groups=1)
+
+
+def _fake(tensors, options):
+    (logits, _), (top_k, *_) = tensors, options
+    chosen = logits.new_empty(len(logits), top_k, dtype=torch.int64)
+    return [chosen, logits.new_empty(chosen.shape)]
+
+
+_OPERATOR = operators.Operator(
+    "choose_experts",
+    "int top_k, str activation, bool renormalize, float scaling",
+    _forward,
+    _backward,
+    _reference,
+    _fake,
+    results=lambda outputs, tensors: tuple(outputs),
+    kept=lambda outputs: (outputs[0],),
+    constant=(1,),
+)

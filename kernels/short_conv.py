@@ -8,7 +8,7 @@ History before the start of a sequence is zero. Accumulation is float32, the res
 import torch
 import torch.nn.functional as F
 
-from . import dispatch
+from . import dispatch, operators
 
 
 def short_conv(
@@ -45,8 +45,9 @@ def short_convs(
     Inputs of one shape, stride and dtype are one launch. Without `keep_tails` there are no new tails.
     """
     tails = _in_type(tails, inputs)
-    kinds = {(x.shape, x.dtype, x.stride(), w.shape, w.dtype) for x, w in zip(inputs, weights, strict=True)}
-    if len(kinds) == 1:
+    # Compared and not put into a set: a graph for many lengths has shapes that are not numbers.
+    kinds = [(x.shape, x.dtype, x.stride(), w.shape, w.dtype) for x, w in zip(inputs, weights, strict=True)]
+    if all(kind == kinds[0] for kind in kinds[1:]):
         outputs = _outputs(inputs, weights, tails, cu_seqlens)
     else:
         each = _each(inputs, weights, tails)
@@ -81,9 +82,11 @@ def _advance_tails(inputs, tails, weights, cu_seqlens):
 def _outputs(inputs, weights, tails, cu_seqlens):
     """Outputs for inputs of one shape and stride."""
     # The kernel has no gradient for the tails, which only a cache that is trained through would need.
-    if dispatch.triton_refusal(*inputs, *weights) is None and not dispatch.needs_grad(*(tails or ())):
+    refusal_of = dispatch.operator_refusal if cu_seqlens is None else dispatch.triton_refusal
+    refused = refusal_of(*inputs, *weights)
+    if refused is None and not dispatch.needs_grad(*(tails or ())):
         tensors = *map(dispatch.token_rows, inputs), *(x.contiguous() for x in (*weights, *(tails or ())))
-        outputs = dispatch.run_differentiable(_forward, _backward, tensors, (len(inputs), cu_seqlens))
+        outputs = _OPERATOR.run(tensors, (len(inputs), cu_seqlens))
         if outputs is not None:
             return outputs
     return tuple(_composed(*each, cu_seqlens) for each in _each(inputs, weights, tails))
@@ -165,3 +168,19 @@ def _windows(x, width, tail, cu_seqlens):
     extended = x.new_zeros(length + sequences * (width - 1), channels)
     extended = extended.index_copy(0, rows, torch.cat([x[0], tail.flatten(0, 1)]))
     return (extended[token_rows - (width - 1) + j][None] for j in range(width))
+
+
+def _reference(tensors, options):
+    count, cu_seqlens = options
+    return tuple(_composed(*each, cu_seqlens) for each in _each(*_parted(tensors, count)))
+
+
+_OPERATOR = operators.Operator(
+    "short_convs",
+    "int count, Tensor? cu_seqlens",  # which graphs do not have
+    _forward,
+    _backward,
+    _reference,
+    fake=lambda tensors, options: [x.new_empty(x.shape) for x in tensors[: options[0]]],
+    results=lambda outputs, tensors: tuple(outputs),
+)

@@ -127,6 +127,7 @@ TESTS = {
     "kernels/attn_res.py": (OPS, "operations/test_attn_res_triton.py", GOLDEN, "model/test_memory.py"),
     "kernels/attn_res_triton.py": ("operations/test_attn_res_triton.py", COMPILES),
     "kernels/cross_entropy.py": ("operations/test_cross_entropy.py",),
+    "kernels/operators.py": ("operations/test_operators.py", MODEL_KERNELS),
     "kernels/dispatch.py": (
         "operations/test_dispatch.py", "operations/test_router_triton.py", MODEL_KERNELS, "model/test_hooks.py",
     ),
