@@ -4,11 +4,13 @@
 """
 
 import unittest
+from unittest import mock
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Model, KimiK3TextConfig
+from kimi_k3.checkpoint_kimi_k3 import Wishes
 
 from .test_configuration_common import ConfigTester
 from .test_modeling_common import ModelTesterMixin, ids_tensor
@@ -76,6 +78,20 @@ class KimiK3CommonTest(ModelTesterMixin, unittest.TestCase):
 
     def test_config(self):
         self.config_tester.run_common_tests()
+
+    def test_correct_missing_keys(self):
+        """A tensor that is missing is refused unless the caller announces it; the mixin asks what is reported then."""
+        with self.any_tensor_announced():
+            super().test_correct_missing_keys()
+
+    def test_model_weights_reload_no_missing_tied_weights(self):
+        """As above: it loads a file that holds nothing of the model."""
+        with self.any_tensor_announced():
+            super().test_model_weights_reload_no_missing_tied_weights()
+
+    def any_tensor_announced(self):
+        """Loading as with `new_tensors=True`."""
+        return mock.patch("kimi_k3.modeling_kimi_k3.Wishes", lambda new_tensors, packed: Wishes(True, packed))
 
     def test_attention_outputs(self):
         """The mixin counts every layer; only the MLA layers have attention weights."""
