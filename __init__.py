@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from . import configuration_kimi_k3  # noqa: F401  # first, because it refuses unsupported releases in one sentence
 from .cache_kimi_k3 import HybridCache
 from .classification_kimi_k3 import (
     KimiK3ForSequenceClassification,
