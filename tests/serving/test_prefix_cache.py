@@ -794,11 +794,6 @@ class Histories(RuleBasedStateMachine):
 @pytest.mark.one_release
 def test_histories():
     """Faults 48, 51: whatever was kept, evicted, damaged or lost, no state is used at another boundary than its own."""
-    run_state_machine_as_test(
-        Histories,
-        settings=settings(
-            max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate],  # shrinking a history takes minutes; its seed is printed
-        ),
-    )  # fmt: skip
+    # Not shrunk, which takes minutes; the seed of one that fails is printed.
+    how = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
+    run_state_machine_as_test(Histories, settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS, **how))
