@@ -181,7 +181,7 @@ TESTS = {
     "training/balancing.py": ("training/test_balancing.py",),
     "training/commands.py": (TEXT_RUNS,),
     "training/lora.py": ("training/test_lora.py", "training/test_trl.py", "conversion/test_conversion_adapters.py"),
-    "training/muon.py": ("training/test_muon.py",),
+    "training/muon.py": ("training/test_muon.py", "parallel/test_sharding.py"),
     "training/qat.py": ("training/test_qat.py", RECIPE),
     "training/replay.py": (POST_TRAINING,),
     "training/text_data.py": (TEXT_RUNS,),
@@ -204,7 +204,7 @@ TESTS = {
 # Marked `quick`: file -> what is left out of it, a regular expression of names of tests ("" is nothing). The tests that
 # catch most careless changes a second, of every area; look at `--durations` before adding one.
 QUICK = {
-    "project/test_imports.py": "import_loads",
+    "project/test_imports.py": "imports_load",
     "project/test_files.py": "",
     "project/test_mutants.py": "",
     "project/test_tiny.py": "",

@@ -21,6 +21,7 @@ import tiny
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache, generation_kimi_k3, graph_kimi_k3
 from kimi_k3.serving.prefix_cache import PrefixCache
+from pairwise import pairwise
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -81,7 +82,10 @@ def load(data_dir, folder="k3_dense_flat"):
     return model.to(DEVICE).eval()
 
 
-@pytest.fixture(scope="module", params=["k3_tiny_mxfp4", "k3_dense_flat", "kimi_linear_flat"])
+FOLDERS = ["k3_tiny_mxfp4", "k3_dense_flat", "kimi_linear_flat"]
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
 def every_model(request, data_dir):
     return load(data_dir, request.param)
 
@@ -132,9 +136,13 @@ def messages(caplog):
     return [record.message for record in caplog.records if "without a CUDA graph" in record.message]
 
 
-@pytest.mark.parametrize(("rows", "padded"), [(1, False), (2, False), (2, True)], ids=["one", "two", "padded"])
-@pytest.mark.parametrize("how", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
-def test_the_text_is_that_without_captured_steps(every_model, captures, rows, padded, how):
+BATCHES = {"one": (1, False), "two": (2, False), "padded": (2, True)}
+MODES = {"greedy": {}, "sampled": {"do_sample": True, "top_k": 20}}
+
+
+@pytest.mark.parametrize("every_model, batch, mode", pairwise(FOLDERS, BATCHES, MODES), indirect=["every_model"])
+def test_the_text_is_that_without_captured_steps(every_model, captures, batch, mode):
+    (rows, padded), how = BATCHES[batch], MODES[mode]
     ids = tokens(rows, PROMPT)
     how = how | ({"attention_mask": mask_of(rows, padded)} if padded else {})
     expected = plain(every_model, ids, **how)
@@ -163,6 +171,7 @@ def test_room_grows_by_half_at_most():
     assert all(room <= 1.5 * (n + graph_kimi_k3.SPARE) for n, room in enumerate(capacities, start=1))
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_turns_on_a_returned_cache(every_model, captures, padded):
     """Its latents are where they were: nothing is captured or copied anew."""
@@ -280,8 +289,9 @@ class Stop(Exception):
 
 
 @pytest.mark.one_release
-@pytest.mark.parametrize("at", [1, 2, 6])
-@pytest.mark.parametrize("how", ["stops", "raises"])
+@pytest.mark.parametrize(
+    "every_model, at, how", pairwise(FOLDERS, [1, 2, 6], ["stops", "raises"]), indirect=["every_model"]
+)
 def test_a_break_in_the_middle(every_model, captures, at, how):
     """The cache is that of the tokens fed so far and goes on from there; the next call finds the buffers free."""
     ids, cache, reference = tokens(1, PROMPT), *(HybridCache(every_model.config) for _ in range(2))

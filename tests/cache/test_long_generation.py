@@ -9,6 +9,7 @@ from kimi_k3 import KimiK3ForCausalLM
 TOKENS = 256
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("folder", ["k3_tiny_mxfp4", "kimi_linear_flat"])
 @torch.no_grad()
 def test_long_greedy_run_keeps_to_the_reference(folder, data_dir):

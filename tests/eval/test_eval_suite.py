@@ -75,7 +75,7 @@ def prompts_of(unit, seed, haystack, tokens):
         return prompts_of(Unit(unit.task, needed, unit.depth, unit.sample), seed, haystack, tokens)
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     task=st.sampled_from(list(TASKS)),
     tokenizer=st.sampled_from(list(TOKENIZERS)),

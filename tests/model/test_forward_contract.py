@@ -370,7 +370,7 @@ def test_missing_vision_weights_start_finite(data_dir, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     save_file({n: t for n, t in tensors.items() if not n.startswith("vision_tower")}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    loaded = KimiK3ForConditionalGeneration.from_pretrained(tmp_path)
+    loaded = KimiK3ForConditionalGeneration.from_pretrained(tmp_path, new_tensors=["vision_tower"])
     assert all(torch.isfinite(t).all() for t in loaded.state_dict().values())
 
 
@@ -449,8 +449,11 @@ def test_disk_offload(data_dir, tmp_path, dequantize):
 
 @pytest.mark.parametrize(
     "folder, layers",
-    [("k3_dense_flat", 5), ("k3_tiny_mxfp4", 4), ("kimi_linear_flat", 4)],
-    ids=["dense", "packed experts", "kimi_linear"],
+    [
+        pytest.param("k3_dense_flat", 5, id="dense", marks=pytest.mark.one_release),
+        pytest.param("k3_tiny_mxfp4", 4, id="packed experts"),
+        pytest.param("kimi_linear_flat", 4, id="kimi_linear", marks=pytest.mark.one_release),
+    ],
 )
 @torch.no_grad()
 def test_compiles_as_one_graph(data_dir, folder, layers):

@@ -268,7 +268,10 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.parametrize("remote", ["", "remote"], ids=["installed", "remote-code"])
+@pytest.mark.parametrize(
+    "remote",
+    [pytest.param("", id="installed", marks=pytest.mark.one_release), pytest.param("remote", id="remote-code")],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_fresh_process_loads_an_adapter_folder(remote, tmp_path):
     """Experts packed and adapted, and no import but of the model: what lm-eval, trl and the like do."""
