@@ -243,7 +243,9 @@ def packed_experts(data, scratch, rank):
 def expert_parallel(data, scratch, rank):
     """Whole experts on their processes: alone, and beside cut attention where transformers can."""
     alone_too, sums = {"enable_expert_parallel": True}, {"ep_size": 2, "ep_implementation": "all_reduce"}
-    cases = [("kimi_linear_flat", alone_too), ("k3_tiny_mxfp4", {"ep_size": 2} if EP_SIZE else alone_too)]
+    cases = [("kimi_linear_flat", alone_too), ("k3_tiny_mxfp4", alone_too)]
+    if EP_SIZE:
+        cases.append(("k3_tiny_mxfp4", {"ep_size": 2}))
     if EP_IMPLEMENTATION:
         cases.append(("kimi_linear_flat", sums))
     for name, options in cases:

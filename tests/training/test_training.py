@@ -1,7 +1,6 @@
 """Training as a user runs it: seeds, gradients, `Trainer` with both kinds of collator and resuming, embeddings."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -42,7 +41,7 @@ def tokens(rows, length, seed=0):
 
 
 @pytest.mark.one_release
-@pytest.mark.parametrize("variant, checkpointing", list(zip(VARIANTS, itertools.cycle([False, True]), strict=False)))
+@pytest.mark.parametrize("variant, checkpointing", [(name, name in ("k3", "kimi-linear")) for name in VARIANTS])
 def test_seeds_reproduce_bit_for_bit(variant, checkpointing):
     """Fault 15: two runs of a seed have the same losses and weights to the last bit, another seed has others."""
 
