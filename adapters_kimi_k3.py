@@ -6,29 +6,33 @@
 import importlib
 import importlib.abc
 import importlib.util
+import logging
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class _PeftFinder(importlib.abc.MetaPathFinder):
     """Finds peft as the other finders do, and calls `teach` behind its import."""
 
     def __init__(self) -> None:
-        self._asks_others = False
+        self._asking = threading.local()  # of a thread: another one's import must find peft here meanwhile
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "peft" or self._asks_others:
+        if fullname != "peft" or getattr(self._asking, "others", False):
             return None
-        self._asks_others = True
+        self._asking.others = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._asks_others = False
+            self._asking.others = False
         if spec is None or spec.loader is None:
             return spec
         loader: Any = spec.loader
@@ -36,7 +40,10 @@ class _PeftFinder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            teach()
+            try:
+                teach()
+            except Exception as error:  # of a release that we do not know: others use peft as well
+                logger.warning("adapters of Kimi K3 do not work with this release of peft: %s", error)
 
         loader.exec_module = exec_module  # of this import alone: every search makes a loader
         return spec

@@ -65,7 +65,8 @@ class KimiK3ForTokenClassification(GenericForTokenClassification, _Classifier):
 
     def __init__(self, config: KimiK3TextConfig | KimiK3Config, dequantize: bool = False):
         _Classifier.__init__(self, config, dequantize=dequantize, bias=True)
-        self.dropout = nn.Dropout(0.1)  # transformers' for configurations that name none
+        given = getattr(self.config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if given is None else given)  # as transformers where none is named
         self.post_init()
 
 

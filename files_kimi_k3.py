@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -236,6 +237,11 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict | None:
             logger.warning("%s is damaged or gone: the run goes on from the state before it, %s", file, before.name)
             os.replace(before, file)
         return torch.load(file, map_location=device, weights_only=True)
+    if old := next((each for each in there if zipfile.is_zipfile(each) and not _has_trailer(each)), None):
+        raise DamagedFile(
+            f"{old} has no checksum, as states of an older version of this package: finish the run with that one, "
+            "or take another folder"
+        )
     if there:
         names, verb, them = (file, "is", "it") if len(there) == 1 else (f"{file} and {before.name}", "are", "them")
         raise DamagedFile(f"{names} {verb} damaged: remove {them} to start the run again")
@@ -246,6 +252,12 @@ def remove_state(file: Path) -> None:
     """Delete what `save_state` wrote."""
     for each in (file, _generation_before(file)):
         each.unlink(missing_ok=True)
+
+
+def _has_trailer(file: Path) -> bool:
+    with open(file, "rb") as opened:
+        opened.seek(max(opened.seek(0, os.SEEK_END) - _TRAILER_BYTES, 0))
+        return opened.read(len(_TRAILER)) == _TRAILER
 
 
 def _is_whole(file: Path) -> bool:

@@ -81,7 +81,9 @@ def _mark(tensor: torch.Tensor) -> tuple[int, int]:
     words = tensor.reshape(-1).view(_WORDS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in words.split(1 << 22):  # products and sums are modulo 2^64
-        total = total * 0x5851F42D4C957F2D + (piece * _odd_numbers(len(piece), words.device)).sum()
+        places = _odd_numbers(len(piece), words.device)
+        mixed = (piece + places) * 0x5851F42D4C957F2D
+        total = total * 0x5851F42D4C957F2D + ((mixed ^ (mixed >> 29)) * places).sum()
     return tensor.data_ptr(), int(total)
 
 

@@ -610,7 +610,7 @@ class KimiK3SparseMoeBlock(nn.Module):
     def forward(
         self, x: torch.Tensor, routed_experts: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[B, T, hidden] -> ([B, T, hidden], router logits [B * T, E], chosen experts [B, T, k]).
+        """[B, T, hidden] -> ([B, T, hidden], router logits [B * T, E], chosen experts [B * T, k]).
 
         `routed_experts` [B, T, k] as of the router.
         """
@@ -627,7 +627,7 @@ class KimiK3SparseMoeBlock(nn.Module):
         routed = routed.view_as(x)
         if hasattr(self, "shared_experts"):
             routed = routed + self.shared_experts(x)
-        return routed, logits, chosen.unflatten(0, x.shape[:2])
+        return routed, logits, chosen
 
     def _tell_of_frozen_experts(self):
         """Once, where all but the packed experts trains: an adapter on them is another module in their place, and one

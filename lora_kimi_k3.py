@@ -231,6 +231,7 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
     """Put the modules, parameters and flags of a model back as they were if the block raises."""
     modules = [(module, dict(module._modules), dict(module._parameters)) for module in model.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
     layers = [module for module, *_ in modules if isinstance(module, BaseTunerLayer)]
     adapters = [(layer, set(layer._all_available_adapter_names()), list(layer.active_adapters)) for layer in layers]
     try:
@@ -247,6 +248,8 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
             module._parameters.update(parameters)
         for parameter, flag in trained:
             parameter.requires_grad_(flag)
+        for module, mode in modes:
+            module.training = mode
         raise
 
 

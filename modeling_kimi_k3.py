@@ -185,7 +185,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         Args:
             new_tensors: names of modules or parameters that may be missing and then begin with random values, beside
                 those that the class declares in `_new_tensors`; True for any.
-            check_finite: read all values and refuse those that are not finite, scales of packed experts included.
+            check_finite: read all values in memory and refuse those that are not finite, scales of packed experts
+                included.
             kwargs: as in transformers, and `dequantize=True`, which `quantization_config=Mxfp4Config(dequantize=True)`
                 says as well.
 
@@ -368,7 +369,6 @@ class KimiK3Model(KimiK3PreTrainedModel):
         routed_experts: torch.Tensor | None = None,
         cache: HybridCache | None = None,
         context: Any = None,
-        commit: bool = True,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
         """
@@ -379,15 +379,15 @@ class KimiK3Model(KimiK3PreTrainedModel):
             position_ids: [B, T]; the model has no positions, they only show where packed documents start.
             cache, past_key_values: two names of one argument.
             context: reaches the tokens of these rows on other processes; `context_parallel` passes it.
-            commit: whether the tokens count as fed when this returns; a model with a head behind it passes False, and
-                commits the cache itself.
+            commit (in kwargs): whether the tokens count as fed when this returns; a model with a head behind it passes
+                False, and commits the cache itself.
             output_routed_experts: whether the result has `routed_experts` [B, T, MoE layers, experts a token] int64.
             routed_experts: such a tensor of an earlier forward, of any integers: the routers take these experts, and
                 weigh them by their own scores. -1 in all places of a token and layer leaves the choice to the router.
             output_hidden_states: entry l is the stream that layer l reads (the mix over depth; the embedding for
                 l = 0), the last entry is the normed output.
         """
-        cache = one_cache(cache, past_key_values)
+        cache, commit = one_cache(cache, past_key_values), kwargs.pop("commit", True)
         embeds = self._embedded(input_ids, inputs_embeds)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         check_mask(attention_mask)
@@ -439,7 +439,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
             collected["hidden_states"] += (hidden_states,)
         results: dict[str, Any] = {CACHE_ARGUMENT: cache, **collected}
         if output_routed_experts:
-            results["routed_experts"] = torch.stack([e.to(embeds.device) for e in collected["routed_experts"]], dim=2)
+            chosen = torch.stack([experts.to(embeds.device) for experts in collected["routed_experts"]], dim=1)
+            results["routed_experts"] = chosen.unflatten(0, embeds.shape[:2])
         if commit and cache is not None:
             cache.commit()
         return KimiK3ModelOutput(last_hidden_state=hidden_states, **results)
@@ -607,7 +608,6 @@ class KimiK3ForCausalLM(_WithHead):
         output_routed_experts: bool = False,
         routed_experts: torch.Tensor | None = None,
         cache: HybridCache | None = None,
-        commit: bool = True,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
         """
@@ -618,6 +618,7 @@ class KimiK3ForCausalLM(_WithHead):
 
         The other arguments are those of `KimiK3Model.forward`.
         """
+        commit = kwargs.pop("commit", True)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -689,11 +690,12 @@ class KimiK3ForConditionalGeneration(_WithHead):
 
     @can_return_tuple
     @functools.wraps(KimiK3ForCausalLM.forward, assigned=())
-    def forward(self, *args: Any, commit: bool = True, **kwargs: Any) -> MoeCausalLMOutputWithPast:
+    def forward(self, *args: Any, **kwargs: Any) -> MoeCausalLMOutputWithPast:
         """Arguments and result of `KimiK3ForCausalLM.forward`; image arguments raise NotImplementedError."""
         for name in self._image_arguments:
             if kwargs.pop(name, None) is not None:
                 raise NotImplementedError(f"{name}: image input is not implemented yet, this model reads text only")
+        commit = kwargs.pop("commit", True)
         outputs = self.language_model(*args, commit=False, return_dict=True, **kwargs)
         if commit and outputs.cache is not None:
             outputs.cache.commit()

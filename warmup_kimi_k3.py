@@ -28,7 +28,7 @@ def refusal(model: Any) -> str | None:
     """Why nothing can be compiled ahead for this model; None when it can."""
     if (reason := dispatch.triton_refusal(model.get_input_embeddings().weight)) is not None:
         return f"its kernels do not run: {reason}"
-    return None if ahead.is_possible() else "this Triton compiles one kernel after another: it takes 3.6"
+    return None if ahead.is_possible() else "this Triton compiles one kernel after another: 3.6 or newer is needed"
 
 
 def warm_up(

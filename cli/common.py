@@ -47,9 +47,13 @@ def run_or_explain(prog: str, run, args: argparse.Namespace) -> int:
             run(args)
             sys.stdout.flush()
             return 0
-    except BrokenPipeError:  # `kimi-k3 ... | head`: what is left in the buffer must not fail again when Python ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except BrokenPipeError as error:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # `kimi-k3 ... | head`: what is in the buffer must not fail again when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        ended, code, sentence = error, 1, f"{described(error)} (--debug shows where)"  # another pipe or a socket
     except KeyboardInterrupt as error:
         code = 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
         ended, sentence = error, f"interrupted; {error}" if str(error) else "interrupted"

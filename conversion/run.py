@@ -251,9 +251,8 @@ def _side_files(checkpoint: Checkpoint, plan: Plan) -> list[Path]:
         if path.stat().st_size > _LARGEST_SIDE_FILE or (path.suffix == ".py" and not code):
             continue
         # A folder of somebody must not make us copy a file of this machine; the hub's cache links to its own blobs.
-        if not any(
-            path.resolve().is_relative_to(place) for place in (folder.resolve(), folder.parent.parent / "blobs")
-        ):
+        real = folder.resolve()
+        if not any(path.resolve().is_relative_to(place) for place in (real, real.parent.parent / "blobs")):
             raise ConversionError(
                 f"{path} is a link to a file outside the folder: put a copy in its place or remove it"
             )

@@ -128,7 +128,7 @@ class TextTraining:
             with self._writing(self.folder / "model"):
                 self.model.save_pretrained(self.folder / "model")
                 self.tokenizer.save_pretrained(self.folder / "model")
-                draw_curve(self.log_file, self.folder / "curve.png")
+            draw_curve(self.log_file, self.folder / "curve.png")
 
     def _steps(self):
         self.model.train()

@@ -127,3 +127,16 @@ def test_equal_weights_are_one_model_wherever_they_lie(tmp_path):
         offloaded.append(model_fingerprint(other))
         assert model_fingerprint(other) == model_fingerprint(model) == offloaded[-1]
     assert offloaded[0] == first != offloaded[1]
+
+
+def test_a_mark_sees_changes_that_sums_do_not():
+    """Of tensors on a GPU, which are hashed once: places swapped, and edits whose weighted sums are nothing."""
+    words = torch.randint(-(2**40), 2**40, (300,), generator=torch.Generator().manual_seed(0))
+    marks = {fingerprint_kimi_k3._mark(words)[1]}
+    for one, other in ((0, 1), (3, 200)):
+        words[one], words[other] = words[other].clone(), words[one].clone()
+        marks.add(fingerprint_kimi_k3._mark(words)[1])
+    for edit in ((3, -1, 0), (-5, 0, 1)):  # odd weights 1, 3, 5
+        words[:3] += torch.tensor(edit)
+        marks.add(fingerprint_kimi_k3._mark(words)[1])
+    assert len(marks) == 5

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,3 +169,29 @@ def test_no_configuration_takes_the_memory_or_fills_the_screen(changes, tensors)
         KimiK3TextConfig.from_dict({**values, **changes, "linear_attn_config": linear})
     assert len(str(caught.value)) < 600
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200_000, "kB"
+
+
+def test_a_model_without_a_sparse_layer_needs_no_experts(tmp_path):
+    """A cut of the first layers keeps `num_experts` in its configuration."""
+    tiny.model("km", first_k_dense_replace=2).save_pretrained(tmp_path / "dense")
+    KimiK3ForCausalLM.from_pretrained(tmp_path / "dense")
+    convert(tmp_path / "dense", tmp_path / "out")
+    assert not take_inventory(tmp_path / "out").missing
+
+
+@pytest.mark.parametrize("way", ["through a link", "relative"])
+def test_the_cache_of_the_hub_anywhere(way, tensors, tmp_path, monkeypatch):
+    """Its files are links to its blobs; the cache may lie behind a link itself."""
+    source, _ = tensors
+    blobs, snapshot = tmp_path / "disk" / "models--x" / "blobs", tmp_path / "disk" / "models--x" / "snapshots" / "a"
+    blobs.mkdir(parents=True), snapshot.mkdir(parents=True)
+    for number, file in enumerate((source / "config.json", source / "model.safetensors")):
+        (blobs / str(number)).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (blobs / "2").write_text("{}")
+    (snapshot / "special.json").symlink_to("../../blobs/2")
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
+    monkeypatch.chdir(tmp_path)
+    root = Path("disk") if way == "relative" else tmp_path / "home"
+    convert(root / "models--x" / "snapshots" / "a", tmp_path / "out")
+    assert (tmp_path / "out" / "special.json").read_text() == "{}"

@@ -125,3 +125,10 @@ def test_large_tensors_and_files_are_hashed_in_pieces(tmp_path, monkeypatch):
         (tmp_path / str(number)).write_bytes(tensor.numpy().tobytes())
         digests.add(files.file_digest(tmp_path / str(number)))
     assert len(digests) == 2
+
+
+def test_a_state_of_an_older_version_is_told_apart(tmp_path):
+    """It is whole; nobody is to delete days of work for it."""
+    torch.save({"step": torch.tensor(3)}, tmp_path / "state.pt")
+    with pytest.raises(files.DamagedFile, match="has no checksum, as states of an older version"):
+        files.load_state(tmp_path / "state.pt")

@@ -90,7 +90,7 @@ def adapted(model, config):
 
 def tree(model):
     """What a refusal must not change: modules, parameters with their flags and values."""
-    modules = [(name, type(module)) for name, module in model.named_modules()]
+    modules = [(name, type(module), module.training) for name, module in model.named_modules()]
     return modules, [(name, p.requires_grad, p.detach().clone()) for name, p in model.named_parameters()]
 
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_added_leaves_the_model(case, second, tmp_path):
     configure, sentence = REFUSED[case]
     model = base(**(tiny.PACKED if "packed" in case else {}))
     holder = adapted(model, lora(target_modules=["q_proj", "experts"])(model)) if second else model
-    before, computed = tree(holder), logits(holder)
+    computed, before = logits(holder), tree(holder)
     sentence = (
         f"{sentence}|Cannot combine adapters with different peft types|is not a valid target" if second else sentence
     )
@@ -214,7 +214,7 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(way, tmp_path):
     save_file({name: tensor for name, tensor in tensors.items() if name not in lost}, file)
     model = base()
     holder = adapted(model, lora()(model)) if way == "second" else model
-    before, computed = tree(holder), logits(holder)
+    computed, before = logits(holder), tree(holder.train())
     with pytest.raises(ValueError, match=rf"the adapter in .* lacks .*layers\.1\..* and {len(lost) - 1} more, and its"):
         if way == "PeftModel":
             PeftModel.from_pretrained(model, tmp_path)
