@@ -28,8 +28,15 @@ _broken: dict[str, str] = {}
 TORCH = "the torch path instead of its Triton kernels"
 PORTABLE = "portable kernels, slower ones, instead of its Gluon kernels"
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Of a thread, whether its launches compile and do not run.
-_mode = threading.local()
+
+
+class _Mode(threading.local):
+    """Of a thread, whether its launches compile and do not run."""
+
+    compiles_only = False
+
+
+_mode = _Mode()
 
 
 def triton_refusal(*tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> str | None:
@@ -80,11 +87,15 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
 
 def is_intercepted(module: torch.nn.Module) -> bool:
     """Whether somebody acts where the module is called: a hook, its own or of all modules, or a forward of its own."""
-    # accelerate wraps every module of a model on several devices; without offloading the wrapper only moves inputs
-    hook: Any = getattr(module, "_hf_hook", None)
-    only_moves = type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+    own = module.__dict__  # `getattr` for what is not there takes a microsecond
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return any(hooks) or _has_any_global_hook() or ("forward" in module.__dict__ and not only_moves)
+    if any(hooks) or _has_any_global_hook():
+        return True
+    if "forward" not in own:
+        return False
+    # accelerate wraps every module of a model on several devices; without offloading the wrapper only moves inputs
+    hook: Any = own.get("_hf_hook")
+    return type(hook).__name__ != "AlignDevicesHook" or hook.offload
 
 
 def stands_for_call(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
@@ -96,8 +107,8 @@ def stands_for_call(module: torch.nn.Module, kind: type[torch.nn.Module]) -> boo
     """
     if type(module) is not kind or is_intercepted(module):
         return False
-    plain = type(module.weight).__name__ in ("Parameter", "Tensor", "DTensor")
-    return plain and not module.weight.is_meta
+    weight = module.weight
+    return type(weight).__name__ in ("Parameter", "Tensor", "DTensor") and not weight.is_meta
 
 
 def token_rows(x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +158,7 @@ def compiling_only() -> Iterator[None]:
 
 
 def is_compiling_only() -> bool:
-    return getattr(_mode, "compiles_only", False)
+    return _mode.compiles_only
 
 
 def zeroed(results: Any) -> Any:

@@ -33,8 +33,8 @@ SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 class Kernel(GluonJITFunction):
     """As `triton_tools.Kernel`."""
 
-    def run(self, *args, warmup, **kwargs):
-        return super().run(*args, warmup=warmup or dispatch.is_compiling_only(), **kwargs)
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.run(*args, grid=grid, warmup=dispatch.is_compiling_only(), **kwargs)
 
 
 def jit(**options):
