@@ -263,7 +263,7 @@ class KimiK3GenerationMixin(GenerationMixin):
             the names of the kernels compiled, or loaded from the cache.
 
         Raises:
-            RuntimeError: where no kernels run, with the reason.
+            RuntimeError: where no kernels run, or where hooks would see the zeros that are fed, with the reason.
         """
         return warm_up_all(self, batch_sizes, prompt_lengths, training, progress)
 

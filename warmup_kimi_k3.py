@@ -71,6 +71,10 @@ def warm_up_all(
     for name, sizes in (("batch_sizes", batch_sizes), ("prompt_lengths", prompt_lengths)):
         if not sizes or any(size < 1 for size in sizes):
             raise ValueError(f"{name} are numbers of at least 1, not {list(sizes)}")
+    with torch.autocast(model.device.type, enabled=False):  # which may be on: it says what is compiled
+        reason = examined(model)[1]
+    if reason is not None:
+        raise RuntimeError(f"warmup feeds a model zeros, so it comes before hooks are set or modules wrapped: {reason}")
     names = []
     for rows in batch_sizes:
         for tokens in prompt_lengths:

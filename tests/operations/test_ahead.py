@@ -126,3 +126,18 @@ def test_sizes_that_cannot_be(monkeypatch):
     monkeypatch.setattr(warmup_kimi_k3, "refusal", lambda model: None)
     with pytest.raises(ValueError, match=r"prompt_lengths are numbers of at least 1, not \[8, 0\]"):
         tiny.model("k").warmup(prompt_lengths=(8, 0))
+
+
+@pytest.fixture
+def _kernels_run(monkeypatch):
+    """As far as warming up asks."""
+    monkeypatch.setattr(warmup_kimi_k3, "refusal", lambda model: None)
+
+
+@pytest.mark.usefixtures("_kernels_run")
+def test_nobody_sees_zeros_that_nobody_sent():
+    model, seen = tiny.model("k"), []
+    model.lm_head.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.raises(RuntimeError, match="before hooks are set or modules wrapped: lm_head has a hook"):
+        model.warmup(training=True)
+    assert not seen
