@@ -97,7 +97,7 @@ def _generate(model, ids, mask):
 
 def _train(model, ids):
     """A step that leaves `grad` alone."""
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}  # parts of a model may be in another one
     try:
         # Backward passes on a GPU run in a thread of their own, whose launches would be real.
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
@@ -105,4 +105,5 @@ def _train(model, ids):
             wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
             torch.autograd.grad(loss, wanted, allow_unused=True)
     finally:
-        model.train(was_training)
+        for module, is_training in modes.items():
+            module.training = is_training

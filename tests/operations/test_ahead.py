@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import tiny
 from kimi_k3 import warmup_kimi_k3
@@ -141,3 +142,11 @@ def test_nobody_sees_zeros_that_nobody_sent():
     with pytest.raises(RuntimeError, match="before hooks are set or modules wrapped: lm_head has a hook"):
         model.warmup(training=True)
     assert not seen
+
+
+def test_every_part_of_a_model_keeps_its_mode():
+    model = tiny.model("k").train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    warmup_kimi_k3._train(model, torch.zeros(1, 5, dtype=torch.int64))
+    assert [module.training for module in model.modules()] == modes and len({*modes}) == 2
