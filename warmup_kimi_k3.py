@@ -4,6 +4,7 @@ A forward and a step run on zeros while nothing is launched (`kernels/ahead.py`)
 the model asks for and no list that could grow old.
 """
 
+import copy
 import functools
 import logging
 import weakref
@@ -88,11 +89,15 @@ def warm_up_all(
 
 
 def _generate(model, ids, mask):
-    settings = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)
+    settings = GenerationConfig(max_new_tokens=2, min_new_tokens=2, do_sample=False, pad_token_id=0)
+    # What these leave open comes from the model's own settings: an end, which zeros may be, or strings to stop at. A
+    # copy, which shares all modules, because other threads may generate with the model meanwhile.
+    plain = copy.copy(model)
+    plain.generation_config = settings
     try:
-        model.generate(ids, attention_mask=mask, generation_config=settings)
+        plain.generate(ids, attention_mask=mask, generation_config=settings)
     finally:
-        model.release_decoding_buffers()  # its step ran on zeros
+        plain.release_decoding_buffers()  # its step ran on zeros
 
 
 def _train(model, ids):

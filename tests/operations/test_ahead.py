@@ -3,6 +3,7 @@
 On a processor, with a driver for sm_90 that has no GPU and a compiler that only counts.
 """
 
+import copy
 import subprocess
 import sys
 
@@ -150,3 +151,15 @@ def test_every_part_of_a_model_keeps_its_mode():
     modes = [module.training for module in model.modules()]
     warmup_kimi_k3._train(model, torch.zeros(1, 5, dtype=torch.int64))
     assert [module.training for module in model.modules()] == modes and len({*modes}) == 2
+
+
+def test_zeros_generate_two_tokens_whatever_ends_the_texts_of_a_model():
+    model, fed = tiny.model("km"), []
+    torch.nn.init.zeros_(model.lm_head.weight)  # the first token is 0, as of logits that are zeros
+    model.generation_config.eos_token_id, model.generation_config.stop_strings = 0, ["end"]
+    settings = copy.deepcopy(model.generation_config)
+    model.model.register_forward_pre_hook(lambda _, args, given: fed.append(given["input_ids"].shape), with_kwargs=True)
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    warmup_kimi_k3._generate(model, ids, torch.ones_like(ids))
+    assert fed == [(2, 5), (2, 1)]
+    assert model.generation_config.to_dict() == settings.to_dict()
