@@ -268,13 +268,21 @@ class KimiK3GenerationMixin(GenerationMixin):
         return warm_up_all(self, batch_sizes, prompt_lengths, training, progress)
 
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
-        warm_up_once(self, *input_ids.shape, model_kwargs.get("attention_mask"))
-        outputs = self._checked_prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        held, only_new = self._check_prompt(input_ids, generation_config, model_kwargs)
+        embeds = model_kwargs.get("inputs_embeds")
+        prompt = input_ids if embeds is None else embeds
+        warm_up_once(self, *prompt.shape[:2], model_kwargs.get("attention_mask"))
+        if generation_config.prefill_chunk_size is not None and model_kwargs.get(CACHE_ARGUMENT) is not None:
+            input_ids = self._feed_chunks(input_ids, generation_config, model_kwargs, held, only_new)
+            generation_config = copy.copy(generation_config)
+            generation_config.prefill_chunk_size = None
+        outputs = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
         if isinstance(generation_config.compile_config, CapturedSteps):
             generation_config.compile_config.drop_unread(model_kwargs)
         return outputs
 
-    def _checked_prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+    def _check_prompt(self, input_ids, generation_config, model_kwargs) -> tuple[int, bool]:
+        """-> how many tokens the cache holds, and whether the ids are those behind them alone."""
         cache, embeds = model_kwargs.get(CACHE_ARGUMENT), model_kwargs.get("inputs_embeds")
         mask, chunk = model_kwargs.get("attention_mask"), generation_config.prefill_chunk_size
         if isinstance(cache, HybridCache):
@@ -289,7 +297,7 @@ class KimiK3GenerationMixin(GenerationMixin):
                     "generate needs those of all tokens and a mask of as many columns, at least one token of them new"
                 )
         if cache is None or embeds is not None:
-            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+            return 0, False
         held, given = int(cache.get_seq_length()), input_ids.shape[1]
         # the newest transformers drops a mask of ones and remembers its length
         columns = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", given)
@@ -299,22 +307,26 @@ class KimiK3GenerationMixin(GenerationMixin):
                 f"the cache holds {held} tokens and {given} ids came with a mask of {columns} columns: generate needs "
                 "the mask of all tokens, and the ids of all of them with at least one new one, or of the new ones only"
             )
-        if chunk is not None:
-            # All but the last chunk: the oldest transformers forgets what a cache holds when it splits a prompt itself.
-            new = input_ids if only_new else input_ids[:, held:]
-            fed = (new.shape[1] - 1) // chunk * chunk
-            for start in range(0, fed, chunk):
-                seen = held + start + chunk
-                part = {**model_kwargs, "attention_mask": None if mask is None else mask[:, :seen]}
-                if (positions := model_kwargs.get("position_ids")) is not None:
-                    part["position_ids"] = positions[..., seen - chunk : seen]
-                outputs = self(**self.prepare_inputs_for_generation(new[:, start : start + chunk], **part))
-                if "routed_so_far" in model_kwargs:
-                    model_kwargs["routed_so_far"].append(outputs.routed_experts)
-            generation_config = copy.copy(generation_config)
-            generation_config.prefill_chunk_size = None
-            input_ids = new[:, fed:] if only_new else input_ids
-        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        return held, only_new
+
+    def _feed_chunks(self, input_ids, generation_config, model_kwargs, held: int, only_new: bool) -> torch.Tensor:
+        """All but the last chunk: the oldest transformers forgets what a cache holds when it splits a prompt itself.
+
+        Returns:
+            the ids that the rest of the prefill is given.
+        """
+        mask, chunk = model_kwargs.get("attention_mask"), generation_config.prefill_chunk_size
+        new = input_ids if only_new else input_ids[:, held:]
+        fed = (new.shape[1] - 1) // chunk * chunk
+        for start in range(0, fed, chunk):
+            seen = held + start + chunk
+            part = {**model_kwargs, "attention_mask": None if mask is None else mask[:, :seen]}
+            if (positions := model_kwargs.get("position_ids")) is not None:
+                part["position_ids"] = positions[..., seen - chunk : seen]
+            outputs = self(**self.prepare_inputs_for_generation(new[:, start : start + chunk], **part))
+            if "routed_so_far" in model_kwargs:
+                model_kwargs["routed_so_far"].append(outputs.routed_experts)
+        return new[:, fed:] if only_new else input_ids
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

@@ -50,7 +50,7 @@ def warm_up(
 
 def warm_up_once(model: Any, rows: int, tokens: int, mask: torch.Tensor | None) -> None:
     """Before a model's first prompt on a GPU; what goes wrong is the affair of the forward that needs the kernels."""
-    if model in _warm or dispatch.is_compiling_only() or model.device.type in ("cpu", "meta"):
+    if model in _warm or dispatch.is_compiling_only() or model.device.type in ("cpu", "meta") or not rows * tokens:
         return
     _warm.add(model)
     # A hook, or a forward of somebody's own, must not see tokens that nobody sent.

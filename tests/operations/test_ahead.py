@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiny
-from kimi_k3 import warmup_kimi_k3
+from kimi_k3 import generation_kimi_k3, warmup_kimi_k3
 
 pytest.importorskip("triton")
 
@@ -163,3 +163,26 @@ def test_zeros_generate_two_tokens_whatever_ends_the_texts_of_a_model():
     warmup_kimi_k3._generate(model, ids, torch.ones_like(ids))
     assert fed == [(2, 5), (2, 1)]
     assert model.generation_config.to_dict() == settings.to_dict()
+
+
+def test_a_first_prompt_of_embeddings_warms_up_and_a_refused_one_does_not(monkeypatch):
+    model, asked = tiny.model("k"), []
+    monkeypatch.setattr(generation_kimi_k3, "warm_up_once", lambda model, *sizes: asked.append(sizes[:2]))
+    embeds = torch.randn(2, 5, tiny.SIZES["hidden_size"])
+    options = {"max_new_tokens": 1, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="prefill_chunk_size splits input_ids"):
+        model.generate(inputs_embeds=embeds, prefill_chunk_size=2, **options)
+    assert not asked
+    model.generate(inputs_embeds=embeds, **options)
+    model.generate(torch.ones(3, 4, dtype=torch.int64), prefill_chunk_size=2, **options)
+    assert asked == [(2, 5), (3, 4)]
+
+
+@pytest.mark.usefixtures("_kernels_run")
+def test_a_prompt_without_tokens_leaves_the_first_one_to_come(monkeypatch):
+    model, asked = tiny.model("k"), []
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr(warmup_kimi_k3, "warm_up", lambda model, *sizes: asked.append(sizes))
+    for tokens in (0, 3, 3):
+        warmup_kimi_k3.warm_up_once(model, 1, tokens, None)
+    assert asked == [(1, 3, False)]
