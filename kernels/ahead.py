@@ -51,7 +51,7 @@ def compiled_only(device: torch.device, progress: Callable[..., Iterable[Future]
     workers = min(MOST_WORKERS, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, initializer=_use, initargs=(device,)) as pool:
         executor = _Loading(pool)
-        with tools.triton.AsyncCompileMode(executor, ignore_errors=True):
+        with tools.triton.AsyncCompileMode(executor, ignore_errors=True), executor.cancelled_by_interrupts():
             with dispatch.compiling_only():
                 yield names
             for future in progress(as_completed(executor.futures)):
@@ -75,6 +75,18 @@ class _Loading(Executor):
     def submit(self, compile_kernel: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future:
         self.futures.append(self.pool.submit(_loaded, compile_kernel))
         return self.futures[-1]
+
+    @contextlib.contextmanager
+    def cancelled_by_interrupts(self) -> Iterator[None]:
+        """Who interrupts the block waits for what compiles at the moment, and not for all that is queued."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            for future in self.futures:
+                if future.cancelled():
+                    future.set_running_or_notify_cancel()  # or Triton would wait for it
+            raise
 
 
 def _loaded(compile_kernel: Callable[[], Any]) -> Any:

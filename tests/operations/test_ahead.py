@@ -6,14 +6,17 @@ On a processor, with a driver for sm_90 that has no GPU and a compiler that only
 import copy
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tiny
 from kimi_k3 import generation_kimi_k3, warmup_kimi_k3
+from kimi_k3.kernels import ahead
 
-pytest.importorskip("triton")
+_async_compile = pytest.importorskip("triton.runtime._async_compile")
 
 pytestmark = pytest.mark.one_release
 
@@ -186,3 +189,23 @@ def test_a_prompt_without_tokens_leaves_the_first_one_to_come(monkeypatch):
     for tokens in (0, 3, 3):
         warmup_kimi_k3.warm_up_once(model, 1, tokens, None)
     assert asked == [(1, 3, False)]
+
+
+def test_an_interrupt_waits_for_no_kernel_that_is_queued(monkeypatch):
+    monkeypatch.setattr(ahead, "MOST_WORKERS", 1)
+    started, goes_on, compiled = threading.Event(), threading.Event(), []
+
+    def compile_kernel():
+        started.set()
+        goes_on.wait(10)
+        compiled.append(1)
+        return SimpleNamespace(run=None, name="kernel")
+
+    with pytest.raises(KeyboardInterrupt), ahead.compiled_only(torch.device("cpu")):
+        mode = _async_compile.active_mode.get()
+        for key in range(3):
+            mode.submit(key, compile_kernel, lambda kernel: None, lambda kernel: None)
+        assert started.wait(10)
+        threading.Timer(0.2, goes_on.set).start()
+        raise KeyboardInterrupt
+    assert compiled == [1]
