@@ -69,15 +69,21 @@ def triton_refusal(*tensors: torch.Tensor, sizes: tuple[int, ...] = ()) -> str |
 def operator_refusal(*tensors: torch.Tensor, **limits: tuple[int, ...]) -> str | None:
     """`triton_refusal` for an operation of which a graph gets a registered operator (`operators.py`).
 
-    Traced, only what tensors are decides, and nothing is logged: the operator asks about the device when it runs.
+    Traced, what tensors are decides, and their device, so that torch fuses where no kernels run; nothing is logged.
     """
     if not torch.compiler.is_compiling():
         return triton_refusal(*tensors, **limits)
     device = tensors[0].device
-    known = use_triton and _HAS_TRITON and device.type not in without_kernels
+    known = use_triton and device.type not in without_kernels and has_kernels(device)
     known = known and all(x.dtype in _TYPES and x.device == device for x in tensors)
     known = known and all(size <= MAX_SIZE for size in limits.get("sizes", ()))
     return None if known else "torch.compile traces the torch path"
+
+
+@torch.compiler.assume_constant_result
+def has_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels run on this device, asked while a graph is traced."""
+    return _device_refusal(device) is None
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:

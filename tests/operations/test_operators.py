@@ -18,6 +18,9 @@ else:
     DEVICE, DTYPE = "cpu", torch.float64
 
 
+HAS_KERNELS = dispatch.has_kernels
+
+
 @pytest.fixture(autouse=True)
 def _operators_here(monkeypatch):
     """Graphs of this device's tensors get operators; float64 lets every order of sums agree."""
@@ -26,6 +29,7 @@ def _operators_here(monkeypatch):
     monkeypatch.setattr(
         dispatch, "_device_refusal", lambda device: "no kernels in this test" if DEVICE == "cpu" else None
     )
+    monkeypatch.setattr(dispatch, "has_kernels", lambda device: True)
     monkeypatch.setattr(dispatch, "_tell", lambda *_: None)
 
 
@@ -96,6 +100,22 @@ def test_a_graph_has_one_operator_and_computes_what_eager_does(name):
     tolerance = {"rtol": 1e-9, "atol": 1e-9} if exact else {"rtol": 1e-4, "atol": 1e-4}
     for ours, plain in zip((*results, *grads[1]), (*expected, *grads[0]), strict=True):
         torch.testing.assert_close(ours, plain, **tolerance)
+
+
+@pytest.mark.parametrize("refusal", [None, "an old GPU"])
+def test_a_device_without_kernels_has_no_operators(refusal, monkeypatch):
+    """There, they would keep torch from fusing what it computes itself."""
+    monkeypatch.setattr(dispatch, "has_kernels", HAS_KERNELS)
+    monkeypatch.setattr(dispatch, "_device_refusal", lambda device: refusal)
+    function, inputs = cases()["convolutions"]
+    nodes = []
+
+    def backend(graph, _):
+        nodes.extend(str(n.target) for n in graph.graph.nodes)
+        return lambda *inputs: (torch.zeros(1),) * 3
+
+    torch.compile(function, fullgraph=True, backend=backend)(*inputs)
+    assert sum(name.startswith(operators.NAMESPACE) for name in nodes) == (refusal is None)
 
 
 @pytest.mark.parametrize("name", ["kda from a state", "mix and norm", "router", "convolutions behind others"])
