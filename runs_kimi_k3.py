@@ -36,8 +36,18 @@ def lock(folder: Path, error: type[Exception]) -> IO[str]:
         file.close()
         raise error(f"another process is working in {folder}: wait for it, or choose another folder") from reason
     except OSError:  # a file system without locks
-        pass
-    return file
+        return file
+    if _is_still_there(file, folder / "lock"):
+        return file
+    file.close()  # whoever held it has taken it away since it was opened
+    return lock(folder, error)
+
+
+def _is_still_there(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

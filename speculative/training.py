@@ -150,6 +150,7 @@ def run(options: argparse.Namespace) -> None:
     kept = f"{options.out} keeps windows and the state after every {SAVED_EVERY} steps"
     with lock(options.out, UsageError), keeping(f"{kept}, and the same command goes on from there"):
         train(options)
+        (options.out / "lock").unlink()
 
 
 def train(options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kimi_k3 import files_kimi_k3 as files
+from kimi_k3.runs_kimi_k3 import lock
 
 pytestmark = pytest.mark.one_release
 
@@ -132,3 +133,21 @@ def test_a_state_of_an_older_version_is_told_apart(tmp_path):
     torch.save({"step": torch.tensor(3)}, tmp_path / "state.pt")
     with pytest.raises(files.DamagedFile, match="has no checksum, as states of an older version"):
         files.load_state(tmp_path / "state.pt")
+
+
+def test_a_lock_that_is_taken_away_meanwhile_is_made_anew(tmp_path, monkeypatch):
+    """Between opening and locking the holder may have ended and deleted it; two processes must not hold two files."""
+    import fcntl
+
+    first = lock(tmp_path, ValueError)
+    taken = fcntl.flock
+
+    def after_the_holder(file, how):
+        monkeypatch.setattr(fcntl, "flock", taken)
+        (tmp_path / "lock").unlink()
+        first.close()
+        taken(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_the_holder)
+    with lock(tmp_path, ValueError), pytest.raises(ValueError, match="another process is working in"):
+        lock(tmp_path, ValueError)
