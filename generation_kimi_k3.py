@@ -281,7 +281,9 @@ class KimiK3GenerationMixin(GenerationMixin):
             generation_config.compile_config.drop_unread(model_kwargs)
         return outputs
 
-    def _check_prompt(self, input_ids, generation_config, model_kwargs) -> tuple[int, bool]:
+    def _check_prompt(
+        self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> tuple[int, bool]:
         """-> how many tokens the cache holds, and whether the ids are those behind them alone."""
         cache, embeds = model_kwargs.get(CACHE_ARGUMENT), model_kwargs.get("inputs_embeds")
         mask, chunk = model_kwargs.get("attention_mask"), generation_config.prefill_chunk_size
@@ -309,7 +311,14 @@ class KimiK3GenerationMixin(GenerationMixin):
             )
         return held, only_new
 
-    def _feed_chunks(self, input_ids, generation_config, model_kwargs, held: int, only_new: bool) -> torch.Tensor:
+    def _feed_chunks(
+        self,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        held: int,
+        only_new: bool,
+    ) -> torch.Tensor:
         """All but the last chunk: the oldest transformers forgets what a cache holds when it splits a prompt itself.
 
         Returns:
@@ -323,7 +332,8 @@ class KimiK3GenerationMixin(GenerationMixin):
             part = {**model_kwargs, "attention_mask": None if mask is None else mask[:, :seen]}
             if (positions := model_kwargs.get("position_ids")) is not None:
                 part["position_ids"] = positions[..., seen - chunk : seen]
-            outputs = self(**self.prepare_inputs_for_generation(new[:, start : start + chunk], **part))
+            inputs = self.prepare_inputs_for_generation(new[:, start : start + chunk], **part)
+            outputs = cast(Any, self)(**inputs)
             if "routed_so_far" in model_kwargs:
                 model_kwargs["routed_so_far"].append(outputs.routed_experts)
         return new[:, fed:] if only_new else input_ids
