@@ -250,8 +250,8 @@ class KimiK3GenerationMixin(GenerationMixin):
         """Compile what this model's kernels need on its GPU, many at a time, so that no later forward waits for it.
 
         The first `generate` does it for its own batch by itself. Kernels differ between a prompt and a step, between
-        padded batches and plain ones, and with the number of rows that an expert gets; they do not between lengths
-        otherwise. What is compiled lies in Triton's cache folder (`docs/kernels.md`).
+        padded batches and plain ones, with the number of rows that an expert gets, and from 32,768 tokens a row on;
+        they do not between lengths otherwise. What is compiled lies in Triton's cache folder (`docs/kernels.md`).
 
         Args:
             batch_sizes: rows of the batches to come; of more than one, padded ones too.
@@ -324,6 +324,7 @@ class KimiK3GenerationMixin(GenerationMixin):
         Returns:
             the ids that the rest of the prefill is given.
         """
+        model: Any = self
         mask, chunk = model_kwargs.get("attention_mask"), generation_config.prefill_chunk_size
         new = input_ids if only_new else input_ids[:, held:]
         fed = (new.shape[1] - 1) // chunk * chunk
@@ -332,8 +333,7 @@ class KimiK3GenerationMixin(GenerationMixin):
             part = {**model_kwargs, "attention_mask": None if mask is None else mask[:, :seen]}
             if (positions := model_kwargs.get("position_ids")) is not None:
                 part["position_ids"] = positions[..., seen - chunk : seen]
-            inputs = self.prepare_inputs_for_generation(new[:, start : start + chunk], **part)
-            outputs = cast(Any, self)(**inputs)
+            outputs = model(**model.prepare_inputs_for_generation(new[:, start : start + chunk], **part))
             if "routed_so_far" in model_kwargs:
                 model_kwargs["routed_so_far"].append(outputs.routed_experts)
         return new[:, fed:] if only_new else input_ids

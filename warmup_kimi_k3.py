@@ -20,7 +20,8 @@ from .kernels_kimi_k3 import ahead, dispatch
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a row at most: kernels do not depend on how many there are beyond, and the products do run.
+# Tokens of a row at most, where nobody asked for a length: the products do run. More can change the tiles of experts
+# and the form of KDA's scan, which then compile where they are met.
 MOST_TOKENS = 2048
 _warm: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -36,7 +37,7 @@ def warm_up(
     model: Any, rows: int, tokens: int, padded: bool = False, training: bool = False, progress: bool = False
 ) -> list[str]:
     """Compile what a prompt of `rows` times `tokens` and a decoding step launch, or a training step. -> kernels."""
-    ids = torch.zeros(rows, min(tokens, MOST_TOKENS), dtype=torch.int64, device=model.device)
+    ids = torch.zeros(rows, tokens, dtype=torch.int64, device=model.device)
     mask = torch.ones_like(ids)
     mask[0, : ids.shape[1] // 2] = int(not padded)
     bar = functools.partial(tqdm, desc="kernels compiled", leave=False, disable=not progress)
@@ -58,7 +59,7 @@ def warm_up_once(model: Any, rows: int, tokens: int, mask: torch.Tensor | None) 
         return
     padded = mask is not None and bool((mask == 0).any())
     try:
-        warm_up(model, rows, tokens, padded)
+        warm_up(model, rows, min(tokens, MOST_TOKENS), padded)
     except Exception as error:  # too little memory for two forwards, for one
         logger.warning("kernels are compiled one by one, where they are met: %s: %s", type(error).__name__, error)
 

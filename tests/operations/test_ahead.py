@@ -3,6 +3,7 @@
 On a processor, with a driver for sm_90 that has no GPU and a compiler that only counts.
 """
 
+import contextlib
 import copy
 import subprocess
 import sys
@@ -209,3 +210,16 @@ def test_an_interrupt_waits_for_no_kernel_that_is_queued(monkeypatch):
         threading.Timer(0.2, goes_on.set).start()
         raise KeyboardInterrupt
     assert compiled == [1]
+
+
+@pytest.mark.usefixtures("_kernels_run")
+def test_a_length_that_was_asked_for_is_the_one_that_runs(monkeypatch):
+    """Tiles of experts and the form of the scan depend on it; before a first prompt it is not worth its products."""
+    model, ran = tiny.model("k"), []
+    monkeypatch.setattr(ahead, "compiled_only", lambda *_: contextlib.nullcontext([]))
+    monkeypatch.setattr(warmup_kimi_k3, "_generate", lambda model, ids, mask: ran.append((*ids.shape,)))
+    model.warmup((1,), (40_000,))
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr(warmup_kimi_k3, "warm_up", lambda model, *sizes: ran.append(sizes[:2]))
+    warmup_kimi_k3.warm_up_once(tiny.model("k"), 1, 40_000, None)
+    assert ran == [(1, 40_000), (1, 2048)]
