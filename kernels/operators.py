@@ -8,6 +8,7 @@ numbers. It returns a list of tensors in memory of their own, contiguous, and co
 kernels do not run.
 """
 
+import collections
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -142,10 +143,17 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> An
 
 
 def own(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """The outputs as graphs want them: contiguous, at multiples of 16 bytes, in no memory of an input's."""
-    theirs = {x.untyped_storage().data_ptr() for x in inputs if x is not None}
+    """The outputs as graphs want them: contiguous, at multiples of 16 bytes, each in a storage of its own.
+
+    torch allows no storage of an input's, and none of another output's, disjoint as the two may be.
+    """
     tensors = [x.contiguous() for x in outputs]
-    return [x.clone() if x.data_ptr() % 16 or x.untyped_storage().data_ptr() in theirs else x for x in tensors]
+    holders = collections.Counter(_storage(x) for x in (*inputs, *tensors) if x is not None)
+    return [x.clone() if x.data_ptr() % 16 or holders[_storage(x)] > 1 else x for x in tensors]
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _parted(tensors: Tensors) -> tuple[list[bool], list[torch.Tensor]]:

@@ -8,7 +8,7 @@ import torch
 import torch._dynamo.testing
 
 import tiny
-from kimi_k3.kernels import attn_res, dispatch, kda, operators, router, short_conv
+from kimi_k3.kernels import attn_res, dispatch, experts, kda, operators, router, short_conv
 
 pytestmark = pytest.mark.one_release
 
@@ -145,6 +145,24 @@ def test_the_registrations_are_true(name):
     if name != "router":  # this check adds numbers of experts to a loss
         checks.append("test_aot_dispatch_dynamic")
     torch.library.opcheck(found[0], found[1], test_utils=checks)
+
+
+def test_the_registration_of_routed_experts_is_true():
+    x, gate_up, down = (torch.randn(*shape, device=DEVICE) for shape in ((5, 32), (3, 64, 32), (3, 32, 32)))
+    ids, weights = torch.randint(3, (5, 2), device=DEVICE), torch.rand(5, 2, device=DEVICE)
+    arguments = x, ids, weights, gate_up, down, [], 4.0, 25.0, False
+    torch.library.opcheck(experts._OPERATOR, arguments, test_utils=["test_schema", "test_faketensor"])
+
+
+def test_outputs_share_no_storage():
+    x, rows = torch.randn(4, 4), torch.randn(2, 4)
+    fresh, offset = torch.randn(3, 2), torch.randn(9)[1:]
+    outputs = [x, x[1:3], x.t(), offset, rows[0], rows[1], fresh]
+    owned = operators.own(outputs, [x, None])
+    storages = {y.untyped_storage().data_ptr() for y in (x, *owned)}
+    assert len(storages) == 1 + len(outputs) and owned[-1] is fresh
+    for ours, output in zip(owned, outputs, strict=True):
+        assert torch.equal(ours, output) and ours.is_contiguous() and ours.data_ptr() % 16 == 0
 
 
 def test_a_model_is_one_graph_and_learns_the_same():
