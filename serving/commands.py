@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import math
+import sys
 import tempfile
 from pathlib import Path
 
@@ -159,7 +160,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="folder of the checkpoint")
     add("--host", default="127.0.0.1", metavar="H", help="address to listen on (default: %(default)s)")
-    add("--port", type=number(int, lambda n: 0 <= n < 65536, "must be a port"), default=8000, metavar="P")
+    add(
+        "--port",
+        type=number(int, lambda n: 0 <= n < 65536, "must be a port"),
+        default=8000,
+        metavar="P",
+        help="default: %(default)s",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: that of the checkpoint")
     add = parser.add_argument_group("prefix cache").add_argument
@@ -170,9 +177,21 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("limits").add_argument
     add("--max-prompt-tokens", type=at_least_one, metavar="N", help="default: what the model reads")
     add("--max-new-tokens", type=at_least_one, default=4096, metavar="N", help="default: %(default)s")
-    add("--max-seconds", type=at_least_one, default=300, metavar="N", help="a request may take")
-    add("--max-waiting", type=at_least_one, default=256, metavar="N", help="requests that may wait")
-    add("--max-connections", type=at_least_one, default=512, metavar="N", help="that may be open at once")
+    add("--max-seconds", type=at_least_one, default=300, metavar="N", help="a request may take (default: %(default)s)")
+    add(
+        "--max-waiting",
+        type=at_least_one,
+        default=256,
+        metavar="N",
+        help="requests that may wait (default: %(default)s)",
+    )
+    add(
+        "--max-connections",
+        type=at_least_one,
+        default=512,
+        metavar="N",
+        help="that may be open at once (default: %(default)s)",
+    )
 
 
 def run_serve(args: argparse.Namespace) -> None:
@@ -197,7 +216,13 @@ def run_serve(args: argparse.Namespace) -> None:
     limits = server.Limits(
         most_tokens, args.max_new_tokens, args.max_seconds, args.max_waiting, connections=open_at_once
     )
-    app = server.build_app(cache, tokenizer, args.model.resolve().name, limits)
+    name = args.model.resolve().name
+    app = server.build_app(cache, tokenizer, name, limits)
+    print(
+        f"model {name!r} at http://{args.host}:{args.port}/v1/completions; Ctrl-C lets running requests end, for "
+        f"at most {limits.stop_seconds:g} seconds",
+        file=sys.stderr,
+    )
     uvicorn.run(app, host=args.host, port=args.port, **uvicorn_options(open_at_once, limits.stop_seconds))
 
 
