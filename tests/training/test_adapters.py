@@ -7,6 +7,8 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from peft import (
     IA3Config,
     LNTuningConfig,
@@ -285,3 +287,58 @@ def test_a_fresh_process_loads_an_adapter_folder(remote, tmp_path):
     expected = logits(adapter)
     for way, got in torch.load(tmp_path / "logits.pt").items():
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=0, msg=lambda text, way=way: f"{way}: {text}")
+
+
+READ_ALL = """
+import sys, warnings, torch
+warnings.simplefilter("ignore")
+import kimi_k3
+from pathlib import Path
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base, folder = sys.argv[1:]
+ids = torch.arange(3, 23)[None]
+with torch.no_grad():
+    for adapter in sorted(Path(folder).iterdir()):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        read = PeftModel.from_pretrained(model, adapter).eval()
+        torch.save(read(input_ids=ids).logits, adapter / "logits.pt")
+"""
+PARTS = ("attention", "dense", "experts", "shared", "latent", "router")
+# What a part refuses is left out: experts take plain factors, a parameter that is no module's weight no dropout.
+CONFIGURATIONS = st.builds(
+    lambda parts, dora, dropout, **options: (
+        parts,
+        options
+        | {"use_dora": dora and not parts & {"experts", "router"}, "lora_dropout": dropout * ("router" not in parts)},
+    ),
+    st.frozensets(st.sampled_from(PARTS), min_size=1),
+    st.booleans(),
+    st.sampled_from([0.0, 0.3]),
+    r=st.integers(1, 9),
+    lora_alpha=st.integers(1, 32),
+    use_rslora=st.booleans(),
+    modules_to_save=st.sampled_from([None, ["lm_head"]]),
+)
+
+
+@pytest.mark.one_release
+@settings(max_examples=1, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(CONFIGURATIONS, min_size=4, max_size=4))
+def test_random_adapters_are_saved_and_read_by_a_fresh_process(tmp_path_factory, drawn):
+    """One process for all of them, since it starts for seconds."""
+    folder = tmp_path_factory.mktemp("random")
+    tiny.model("kmk", **tiny.PACKED).save_pretrained(folder / "base")
+    expected = []
+    for number, (parts, options) in enumerate(drawn):
+        model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+        targets = lora_targets(model, **{part: part in parts for part in PARTS})
+        adapter = adapted(model, LoraConfig(**targets, **options)).float()
+        adapter.save_pretrained(folder / "adapters" / str(number))
+        expected.append(logits(adapter))
+    environment = tiny.environment(HF_HUB_OFFLINE="1")
+    command = [sys.executable, "-P", "-c", READ_ALL, str(folder / "base"), str(folder / "adapters")]
+    subprocess.run(command, check=True, env=environment)
+    for number, wanted in enumerate(expected):
+        got = torch.load(folder / "adapters" / str(number) / "logits.pt")
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0, msg=lambda text, i=number: f"{drawn[i]}: {text}")
