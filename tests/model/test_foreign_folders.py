@@ -142,3 +142,13 @@ def test_saving_in_another_number_of_files_leaves_one_model(tmp_path):
         model.save_pretrained(tmp_path, max_shard_size=size)
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
         assert (tmp_path / "model.safetensors").exists() != (tmp_path / "model.safetensors.index.json").exists()
+
+
+def test_a_class_that_takes_more_than_a_configuration_is_saved(tmp_path):
+    class Wider(KimiK3ForCausalLM):
+        def __init__(self, config, width):
+            super().__init__(config)
+            self.extra = torch.nn.Linear(width, width)
+
+    Wider(tiny.config("k"), 3).save_pretrained(tmp_path)
+    assert "extra.weight" in load_file(tmp_path / "model.safetensors")
