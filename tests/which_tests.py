@@ -224,13 +224,15 @@ QUICK = {
     INCOMPLETE: "path|changed|every_tensor.*dequantize",
     OPS: "",
     KDA: "(softplus|bound).*float|near",
-    KDA_TRITON: "near-zero|the-bound|narrow|steep|sequence|near_parallel|depends|unwritten|boundaries|several|-[26]]"
+    KDA_TRITON: "head_sizes|short_conv|near-zero|the-bound|narrow|steep"
+    "|sequence|near_parallel|depends|unwritten|boundaries|several|-[26]]"
     "|6-32|in_place|step_with|a_part|ragged|step_of_many",
     "operations/test_attn_res_triton.py": "without_the_norm|float32-9-|not_compile",
     "operations/test_cross_entropy.py": "trainer|sum|all_logits",
     "operations/test_dispatch.py": "",
     "operations/test_expert_rows_triton.py": "each_kernel|three-bl",
-    "operations/test_experts_triton.py": "swiglu|uncapped|many|two-ex|one-ex|three-parts|scale_byte|one-program",
+    "operations/test_experts_triton.py": "every_activation|swiglu|uncapped|many"
+    "|two-ex|one-ex|three-parts|scale_byte|one-program",
     "operations/test_inline_ptx.py": "",
     "operations/test_mla_decode_triton.py": r"-(5-2|64-0|2-1)]|form\[float32-3|read\[3|the_model",
     "operations/test_norms_triton.py": "",
