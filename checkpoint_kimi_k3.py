@@ -372,6 +372,7 @@ def check_expert_count(config: PreTrainedConfig, names: Iterable[str]) -> None:
     """
     text: Any = config.get_text_config(decoder=True)
     asked = text.num_experts or 0
+    # The rule of `mlp_layer_types`, without its list: this stands in front of a configuration of any number of layers.
     sparse = range(text.first_k_dense_replace, text.num_hidden_layers)
     if not any(layer % text.moe_layer_freq == 0 for layer in sparse[: text.moe_layer_freq]):
         return

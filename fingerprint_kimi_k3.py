@@ -20,8 +20,8 @@ _NOT_COMPUTATION = (
 
 # Devices whose tensors are hashed as fast as anything else could look at them: 1.8 GB/s a thread.
 _READ_EACH_TIME = ("cpu",)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> what is summed
 # Hashes that were made: of parameters and buffers, with what `_mark` said then, and of what each accelerate hook keeps.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _hashed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _offloaded: weakref.WeakKeyDictionary[Any, dict[str, bytes]] = weakref.WeakKeyDictionary()
 
@@ -81,14 +81,10 @@ def _mark(tensor: torch.Tensor) -> tuple[int, int]:
     words = tensor.reshape(-1).view(_WORDS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in words.split(1 << 22):  # products and sums are modulo 2^64
-        places = _odd_numbers(len(piece), words.device)
+        places = torch.arange(1, 2 * len(piece), 2, device=words.device)  # odd, so that no product loses a bit
         mixed = (piece + places) * 0x5851F42D4C957F2D
         total = total * 0x5851F42D4C957F2D + ((mixed ^ (mixed >> 29)) * places).sum()
     return tensor.data_ptr(), int(total)
-
-
-def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(1, 2 * count, 2, device=device)
 
 
 def _offloaded_hash(module: Any, name: str) -> bytes:
