@@ -12,7 +12,7 @@ import tiny
 
 # Seconds after which something hangs. They measure nothing: on a machine that is as busy as can be, what does not hang
 # is done long before.
-PATIENCE = 1800
+PATIENCE = 600
 
 
 def until(happened: Callable[[], object]) -> None:
