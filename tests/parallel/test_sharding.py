@@ -280,7 +280,8 @@ def in_one_alone(data_dir, out):
         for key, tensor in state.items():
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             assert torch.equal(whole, saved[name][key].to(whole)), (name, key)
-    assert alone.evaluate()["eval_loss"] == losses_of(alone, "eval_loss")[0]
+    # the same weights, but rows of one batch that lay on two processes: float32 sums in another order
+    assert alone.evaluate()["eval_loss"] == pytest.approx(losses_of(alone, "eval_loss")[0], rel=1e-5)
     dist.destroy_process_group()
 
 
