@@ -222,6 +222,23 @@ def released_tensors(model: PreTrainedModel) -> dict[str, tuple[str, tuple[int, 
     return {name: (_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
 
 
+def why_no_checkpoint(folder: Path) -> str:
+    """The sentence for a folder without a config.json, which names the way on from an adapter."""
+    adapter = folder / "adapter_config.json"
+    if not adapter.is_file():
+        return f"{folder} is not a checkpoint: it has no config.json"
+    try:
+        base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, TypeError, KeyError):  # whatever is in it, the folder is no checkpoint
+        base = None
+    of = f" of {base}" if base else ""
+    return (
+        f"{folder} holds an adapter{of} and no model: give a folder with both in one, as "
+        f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(...) and the "
+        "tokenizer's save_pretrained write it"
+    )
+
+
 def read_index(folder: Path) -> dict[str, str] | None:
     """Tensor name -> file name of a folder in shards; None without an index, or if the model is in one file.
 

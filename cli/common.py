@@ -14,6 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from .. import KimiK3ForCausalLM, KimiK3TextConfig
+from ..checkpoint_kimi_k3 import why_no_checkpoint
 from ..runs_kimi_k3 import Terminated
 
 
@@ -140,7 +141,7 @@ def read_config(folder: Path) -> KimiK3TextConfig:
     if not folder.is_dir():
         raise UsageError(f"there is no checkpoint folder {folder}")
     if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} is not a checkpoint: it has no config.json")
+        raise UsageError(why_no_checkpoint(folder))
     with broken(f"the configuration in {folder} cannot be used"):
         return KimiK3TextConfig.from_pretrained(folder)
 

@@ -35,6 +35,7 @@ from ..checkpoint_kimi_k3 import (
     read_header,
     released_tensors,
     unfused_experts,
+    why_no_checkpoint,
 )
 from ..configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from ..modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3ForConditionalGeneration
@@ -203,7 +204,7 @@ def read_config(folder: Path) -> KimiK3Config | KimiK3TextConfig:
     if not folder.is_dir():
         raise ConversionError(f"there is no checkpoint folder {folder}")
     if not (folder / "config.json").is_file():
-        raise ConversionError(f"{folder} is not a checkpoint: it has no config.json")
+        raise ConversionError(why_no_checkpoint(folder))
     values = read_json(folder / "config.json")
     try:
         if values.get("text_config") is not None:

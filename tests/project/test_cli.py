@@ -102,6 +102,10 @@ def test_refuses_a_folder_that_is_no_checkpoint(checkpoint, without_weights, tmp
 
     command[1] = tmp_path
     assert "has no config.json" in refusal(capsys, cli.main, command)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    for refused in (command, ["inspect", tmp_path]):
+        sentence = refusal(capsys, cli.main, refused)
+        assert f"{tmp_path} holds an adapter of some/base and no model" in sentence and "merge_and_unload" in sentence
 
     command[1] = without_weights
     (without_weights / "tokenizer.json").unlink()
