@@ -14,6 +14,8 @@ from .run import REPORT, convert
 from .source import ConversionError
 from .verify import verify
 
+_SHOWN = 20  # differences that `verify` prints
+
 
 def layer_range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
@@ -111,8 +113,13 @@ def run_verify(args: argparse.Namespace) -> None:
         print(f"{len(result.not_finite):,} have values that are not finite, the first {result.not_finite[0]}")
     print(f"logits: {result.logits}")
     if not result.same:
-        print("\n".join(result.differences[:20]))
-        raise UsageError(f"not the same model: {len(result.differences):,} differences")
+        for folder, names in result.lacking.items():
+            print(f"{folder} lacks {len(names):,} tensors, the first {names[0]}")
+        print("\n".join(result.differences[:_SHOWN]))
+        if len(result.differences) > _SHOWN:
+            print(f"... {len(result.differences) - _SHOWN:,} more")
+        differences = len(result.differences) + sum(map(len, result.lacking.values()))
+        raise UsageError(f"not the same model: {differences:,} differences")
     print("the same model" + (f" within {args.tolerance:g}" if result.close else ""))
 
 

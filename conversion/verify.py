@@ -40,20 +40,22 @@ class Comparison:
     """Attributes:
     equal: how many tensors have the same bytes, or the same values in different formats.
     close: plain name -> largest absolute difference, of those within the tolerance.
-    differences: sentences; empty if the models are the same.
+    lacking: folder -> plain names of the tensors that it lacks and the other has.
+    differences: sentences about anything else in which the models are not the same.
     not_finite: plain names of tensors with values that are not finite, in either folder.
     logits: the result of comparing logits, or why they were not compared.
     """
 
     equal: int = 0
     close: dict[str, float] = field(default_factory=dict)
+    lacking: dict[str, list[str]] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
     not_finite: list[str] = field(default_factory=list)
     logits: str = ""
 
     @property
     def same(self) -> bool:
-        return not self.differences
+        return not (self.lacking or self.differences)
 
 
 def verify(
@@ -84,8 +86,7 @@ def verify(
     tensors = [_matrices(checkpoint, text_only) for checkpoint in both]
     for folder, here, there in ((b, *tensors), (a, *reversed(tensors))):
         if lacking := [name for name in here if name not in there]:
-            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-            result.differences.append(f"{folder} lacks {lacking[0]}{more}")
+            result.lacking[str(folder)] = lacking
     shared = [name for name in tensors[0] if name in tensors[1]]
     for name in tqdm(shared, unit="tensor", disable=not progress):
         _compare_tensor(name, *(each[name] for each in tensors), tolerance, result)
