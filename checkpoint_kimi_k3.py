@@ -654,6 +654,11 @@ def load_adapter_tensors(
     # 5.17 does not know what stands in the place of modules that are saved whole, and of tokens that are trained
     known = [entry.source_patterns for entry in mapping]
     adapter = next(reversed(model.peft_config))
+    if getattr(model.peft_config[adapter], "peft_type", None) == "ADALORA" and model.peft_config[adapter].rank_pattern:
+        raise ValueError(
+            "transformers gives each part of an AdaLoRA adapter the rank that it began with, and training took some of "
+            "it away: load it with PeftModel.from_pretrained"
+        )
     for name, module in model.named_modules():
         names = module.adapter_state_dict_load_map(adapter) if hasattr(module, "adapter_state_dict_load_map") else {}
         renamings = [WeightRenaming(f"{name}.{source}", f"{name}.{target}") for source, target in names.items()]

@@ -24,6 +24,7 @@ from .kernels_kimi_k3 import experts, mxfp4
 
 try:  # transformers' check of a folder's code passes over the imports of a `try`: peft is not needed to load a model
     import peft
+    from peft.tuners.adalora import AdaLoraLayer, AdaLoraModel
     from peft.tuners.lora import LoraLayer, LoraModel
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
     from peft.utils import get_peft_model_state_dict, hotswap
@@ -226,6 +227,18 @@ def _is_routed_experts(module: nn.Module) -> bool:
     return type(module).__name__ in ("KimiK3Experts", "KimiK3PackedExperts")
 
 
+class _Frozen(nn.ParameterDict):
+    """Parameters that stay frozen when they are cast.
+
+    peft casts the ranks of AdaLoRA, by which it divides, to the dtype of the weights and stores the result, which as a
+    new parameter would be trained; a saved adapter does not have them.
+    """
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self[key].requires_grad_(False)
+
+
 @contextlib.contextmanager
 def unchanged_on_error(model: nn.Module) -> Iterator[None]:
     """Put the modules, parameters and flags of a model back as they were if the block raises."""
@@ -260,12 +273,15 @@ def teach_peft() -> None:
     * An adapter that cannot be added, or whose file lacks a tensor, is refused and leaves the model as it was.
     * What would pass over the factors of the experts in silence is refused: `add_weighted_adapter`, hotswapping.
     * Prefix tuning is refused: it trains keys and values of attention, and KDA layers have none.
+    * AdaLoRA: the rank by which it divides is not trained, and reading what training left of the ranks rounds nothing.
     """
     if getattr(LoraModel, "_knows_kimi_k3", False):
         return
     LoraModel._knows_kimi_k3 = True  # type: ignore[attr-defined]
     LoraModel._create_new_module = staticmethod(_with_experts(LoraModel._create_new_module))  # type: ignore[method-assign]
     BaseTuner.inject_adapter = _all_or_nothing(BaseTuner.inject_adapter)  # type: ignore[method-assign]
+    resizing = _keeping_float32(AdaLoraModel.resize_modules_by_rank_pattern)
+    AdaLoraModel.resize_modules_by_rank_pattern = resizing  # type: ignore[method-assign]
     LoraModel.add_weighted_adapter = _without_experts(LoraModel.add_weighted_adapter)  # type: ignore[method-assign]
     hotswap.hotswap_adapter_from_state_dict = _not_hot(hotswap.hotswap_adapter_from_state_dict)
     loading: Any = classmethod(_restoring(peft.PeftModel.from_pretrained.__func__))  # type: ignore[attr-defined]
@@ -299,12 +315,30 @@ def _all_or_nothing(inject):
             return inject(self, model, adapter_name, *args, **kwargs)
         try:
             with unchanged_on_error(model):
-                return inject(self, model, adapter_name, *args, **kwargs)
+                result = inject(self, model, adapter_name, *args, **kwargs)
         except BaseException:
             self.peft_config.pop(adapter_name, None)
             raise
+        for module in model.modules():
+            if isinstance(module, AdaLoraLayer):
+                module.ranknum = _Frozen(module.ranknum)
+        return result
 
     return inject_adapter
+
+
+def _keeping_float32(resize):
+    @functools.wraps(resize)
+    def resize_modules_by_rank_pattern(self, rank_pattern, adapter_name):
+        layers = [module for module in self.model.modules() if isinstance(module, AdaLoraLayer)]
+        cast = any(
+            layer.lora_A[adapter_name].dtype == torch.float32 for layer in layers if adapter_name in layer.lora_A
+        )
+        resize(self, rank_pattern, adapter_name)  # makes the factors anew, in the dtype of the weights
+        if is_ours(self.model):
+            self._cast_adapter_dtype(adapter_name, autocast_adapter_dtype=cast)
+
+    return resize_modules_by_rank_pattern
 
 
 def _expert_layers(model: nn.Module, adapter_names: list[str]) -> list[str]:

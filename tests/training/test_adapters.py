@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import (
+    AdaLoraConfig,
     IA3Config,
     LNTuningConfig,
     LoHaConfig,
@@ -61,6 +62,10 @@ TUNERS = {
     "vera": (lambda model: VeraConfig(r=4, target_modules=["q_proj"]), {"load_adapter", "weighted", "hotswap"}),
     "norms": (lambda model: LNTuningConfig(target_modules=["input_layernorm"]), {"weighted", "hotswap"}),
     "trainable-tokens": (lambda model: TrainableTokensConfig(token_indices=[3, 4]), {"weighted", "hotswap"}),
+    "adalora": (
+        lambda model: AdaLoraConfig(init_r=4, total_step=9, target_modules=LAYERS, task_type="CAUSAL_LM"),
+        {"second", "weighted", "hotswap", "delete"},
+    ),
     "prompt": (
         lambda model: PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
         {"load_adapter", "merge", "weighted", "hotswap"},
@@ -168,6 +173,37 @@ def test_every_verb_works_or_changes_nothing(tuner, tmp_path):
     verb("delete", lambda: adapter.delete_adapter("second"))
     if "merge" not in refused:
         torch.testing.assert_close(logits(adapter.merge_and_unload()), acting, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adalora_takes_ranks_away_and_the_rest_is_read_again(tmp_path):
+    """peft would train the number by which it divides the update, and not save it (weights of bfloat16)."""
+    model = base().bfloat16()
+    config = AdaLoraConfig(init_r=4, target_r=2, total_step=6, tinit=1, tfinal=1, target_modules=LAYERS)
+    torch.manual_seed(0)
+    adapter = get_peft_model(model, config)
+    optimizer = torch.optim.SGD([p for p in adapter.parameters() if p.requires_grad], lr=0.1)
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.add_(torch.randn_like(parameter) * 0.5)
+    for step in range(6):
+        adapter.train()(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        adapter.base_model.update_and_allocate(step)
+        optimizer.zero_grad()
+    ranks = [sum(kept) for kept in config.rank_pattern.values()]
+    assert min(ranks) < max(ranks) and sum(ranks) < 4 * len(ranks)
+    acting = logits(adapter.double())
+    assert (acting - logits(base().bfloat16().double())).abs().max() > 1e-3
+    adapter.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(base().bfloat16(), tmp_path).double()
+    torch.testing.assert_close(logits(again), acting, **CLOSE)
+    torch.testing.assert_close(logits(adapter.merge_and_unload()), acting, **CLOSE)
+    model = base()
+    before = tree(model)
+    with pytest.raises(ValueError, match=r"AdaLoRA .*: load it with PeftModel\.from_pretrained"):
+        model.load_adapter(tmp_path)
+    assert same_tree(tree(model), before)
 
 
 REFUSED = {
