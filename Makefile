@@ -85,15 +85,20 @@ clean:
 	rm -rf .venv .venv-oldest build dist *.egg-info .hypothesis .mypy_cache .ruff_cache
 	find . '(' -name __pycache__ -o -name .pytest_cache ')' -type d -prune -exec rm -rf {} +
 
-# Editable, so that new files and folders are there without another install.
+# Editable, so that new files and folders are there without another install. Without compiling: Python compiles what it
+# imports, which is a small part of what is installed.
+PIP_INSTALL := -m pip install -qq --no-compile
 $(NEWEST_READY): setup.py pyproject.toml
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install -qq '$(TORCH)'
-	.venv/bin/python -m pip install -qq -e '.[test]'
+	.venv/bin/python $(PIP_INSTALL) '$(TORCH)'
+	.venv/bin/python $(PIP_INSTALL) -e '.[test]'
 	touch $@
 
-$(OLDEST_READY): setup.py pyproject.toml
+# Stands on .venv, whose packages it sees behind its own, as pip does: only what the oldest release needs otherwise is
+# installed.
+$(OLDEST_READY): $(NEWEST_READY)
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install -qq '$(TORCH)'
-	.venv-oldest/bin/python -m pip install -qq '$(OLDEST)' -e '.[test]'
+	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(.venv-oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newest.pth"
+	.venv-oldest/bin/python $(PIP_INSTALL) '$(TORCH)' '$(OLDEST)' -e '.[test]'
 	touch $@
