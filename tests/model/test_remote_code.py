@@ -134,133 +134,113 @@ def assert_complete(folder: Path, folder_name: str):
 # --- folders with our files
 
 
-def test_folder_with_our_files_needs_nothing_else(data_dir, tmp_path, fresh_python):
+# Loads folders, or a repository of the Hub's cache by its name, and saves them with their code.
+LOAD_AND_SAVE = """
+def refusal(action):
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+
+result = {}
+for name, (folder, data, target) in arguments["folders"].items():
+    found = [origin(AutoConfig.from_pretrained(folder, trust_remote_code=True))]
+    for auto in (AutoModel, AutoModelForCausalLM):
+        model = auto.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+        found.append(origin(model))
+    right = against_golden(model, data)
+    scorer = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, num_labels=3)
+    found.append([*origin(scorer), scorer(torch.tensor([[5, 6, 7]])).logits.shape[1]])
+    ids = load_file(data + "/golden.safetensors")["input_ids"]
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        sdpa = exact(ids).logits
+        exact.set_attn_implementation("eager")
+        eager = exact(ids).logits
+    agree = (sdpa - eager).abs().max().item() < 1e-9
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    refused = refusal(lambda: model.save_pretrained(target + "-pushed", push_to_hub=True))
+    model.save_pretrained(target)
+    result[name] = [found, right, agree, refused]
+repository, data, target = arguments["repository"]
+model = AutoModelForCausalLM.from_pretrained(repository, trust_remote_code=True, dtype=torch.float32)
+model.save_pretrained(target)
+print(json.dumps([result, [*origin(model), against_golden(model, data)]]))
+"""
+
+# Loads folders that were saved, and saves them again.
+RELOAD = """
+from pathlib import Path
+result = {}
+for name, (folder, data) in arguments["folders"].items():
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    model.save_pretrained(folder + "-again")
+    code = Path(sys.modules[type(model).__module__].__file__).parent
+    files = sorted(str(path.relative_to(code)) for path in code.rglob("*.py"))
+    result[name] = [*origin(model), against_golden(model, data), files]
+print(json.dumps(result))
+"""
+
+
+def saved_by_the_installed_package(data_dir, out):
+    """name -> checkpoint of folders saved by this process, one by a class that was registered for an Auto class."""
+    for name in CASES:
+        model = AutoModelForCausalLM.from_pretrained(data_dir / name)
+        assert type(model).__module__.startswith("kimi_k3.")
+        model.save_pretrained(out / f"{name}-installed")
+        assert_complete(out / f"{name}-installed", name)
+    registered = type(
+        "KimiK3ForCausalLM", (kimi_k3.KimiK3ForCausalLM,), {"__module__": kimi_k3.modeling_kimi_k3.__name__}
+    )
+    registered.register_for_auto_class("AutoModelForCausalLM")
+    registered.from_pretrained(data_dir / "k3_dense_flat").save_pretrained(out / "registered")
+    assert set(SHIPPED) <= files_below(out / "registered")
+    assert not any((out / "registered" / name).exists() for name in KERNELS), "no flat copies"
+    return {f"{name}-installed": name for name in CASES} | {"registered": "k3_dense_flat"}
+
+
+def test_folders_with_our_files_need_nothing_else(data_dir, tmp_path, fresh_python):
     """Faults 27, 28, 83: load with trust_remote_code, save, delete the source, reload in a fresh offline process.
 
+    From a folder and by the name on the Hub, which leaves no `repo--` in auto_map; saved by the installed package, and
+    with `register_for_auto_class`, which flattens folders.
     Faults 14, 16, 24: without fla, flash-attn, einops, triton, compressed-tensors; sdpa and eager agree.
     """
+    repository, saved = tmp_path / "hub" / "models--someone--k3-tiny", tmp_path / "saved"
+    with_code(data_dir / "k3_tiny_mxfp4", repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123456789abcdef0123456789abcdef01234567")
     folders = {}
     for name in CASES:
         source = with_code(data_dir / name, tmp_path / "source" / name, auto_map=CASES[name])
-        folders[name] = [str(path) for path in (source, data_dir / name, tmp_path / "saved" / name)]
-    first = fresh_python(
-        """
-        result = {}
-        for name, (folder, data, target) in arguments["folders"].items():
-            found = [origin(AutoConfig.from_pretrained(folder, trust_remote_code=True))]
-            for auto in (AutoModel, AutoModelForCausalLM):
-                model = auto.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-                found.append(origin(model))
-            right = against_golden(model, data)
-            scorer = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, num_labels=3)
-            found.append([*origin(scorer), scorer(torch.tensor([[5, 6, 7]])).logits.shape[1]])
-            ids = load_file(data + "/golden.safetensors")["input_ids"]
-            exact = copy.deepcopy(model).double()
-            with torch.no_grad():
-                sdpa = exact(ids).logits
-                exact.set_attn_implementation("eager")
-                eager = exact(ids).logits
-            agree = (sdpa - eager).abs().max().item() < 1e-9
-            model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-            try:
-                model.save_pretrained(target + "-pushed", push_to_hub=True)
-                refused = ""
-            except ValueError as error:
-                refused = str(error)
-            model.save_pretrained(target)
-            result[name] = [found, right, agree, refused]
-        print(json.dumps(result))
-        """,
-        folders=folders,
-    )
+        folders[name] = [str(path) for path in (source, data_dir / name, saved / name)]
+    by_name = ["someone/k3-tiny", str(data_dir / "k3_tiny_mxfp4"), str(saved / "from-hub")]
+    first, from_hub = fresh_python(LOAD_AND_SAVE, hub=tmp_path / "hub", folders=folders, repository=by_name)
     shutil.rmtree(tmp_path / "source")
     for name, (found, right, agree, refused) in first.items():
         classes = [CASES[name][auto].split(".")[1] for auto in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")]
         assert found[:3] == [["transformers_modules", class_name] for class_name in classes]
         assert found[3] == ["transformers_modules", CASES[name]["AutoModelForSequenceClassification"].split(".")[1], 3]
         assert right and agree
-        assert "use model.push_to_hub(repo_id)" in refused and not (tmp_path / "saved" / f"{name}-pushed").exists()
-        assert_complete(tmp_path / "saved" / name, name)
-        assert (tmp_path / "saved" / name / "model.safetensors").stat().st_size > 0
-        folders[name] = [str(path) for path in (tmp_path / "saved" / name, data_dir / name, tmp_path / "again" / name)]
+        assert "use model.push_to_hub(repo_id)" in refused and not (saved / f"{name}-pushed").exists()
+        assert_complete(saved / name, name)
+        assert (saved / name / "model.safetensors").stat().st_size > 0
+    assert from_hub == ["transformers_modules", "KimiK3ForConditionalGeneration", True]
+    assert_complete(saved / "from-hub", "k3_tiny_mxfp4")
+    assert "someone" not in (saved / "from-hub" / "config.json").read_text()
 
-    again = fresh_python(
-        """
-        from pathlib import Path
-        result = {}
-        for name, (folder, data, target) in arguments["folders"].items():
-            model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-            right = against_golden(model, data)
-            model.save_pretrained(target)
-            code = Path(sys.modules[type(model).__module__].__file__).parent
-            result[name] = [right, sorted(str(path.relative_to(code)) for path in code.rglob("*.py"))]
-        print(json.dumps(result))
-        """,
-        folders=folders,
-    )
-    assert set(first) == set(again) == set(CASES)
-    for name, (right, module_files) in again.items():
-        assert right
-        assert set(module_files) - {"__init__.py", "kernels/__init__.py"} == set(SHIPPED)
-        assert_complete(tmp_path / "again" / name, name)
-
-
-def test_saved_from_the_hub_cache_or_by_the_installed_package_reloads_alone(data_dir, tmp_path, fresh_python):
-    """Fault 28: loaded by its name on the Hub, saved, reloaded with an empty cache: no `repo--` in auto_map.
-
-    Faults 27, 28: the other way of loading; also with `register_for_auto_class`, which flattens folders.
-    """
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "hub" / "models--someone--k3-tiny"
-    with_code(data_dir / "k3_tiny_mxfp4", repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
-    found = fresh_python(
-        """
-        model = AutoModelForCausalLM.from_pretrained(arguments["folder"], trust_remote_code=True, dtype=torch.float32)
-        model.save_pretrained(arguments["target"])
-        print(json.dumps([*origin(model), against_golden(model, arguments["data"])]))
-        """,
-        hub=tmp_path / "hub",
-        folder="someone/k3-tiny",
-        target=tmp_path / "from-hub",
-        data=data_dir / "k3_tiny_mxfp4",
-    )
-    expected = ["transformers_modules", "KimiK3ForConditionalGeneration", True]
-    assert found == expected
-    assert_complete(tmp_path / "from-hub", "k3_tiny_mxfp4")
-    assert "someone" not in (tmp_path / "from-hub" / "config.json").read_text()
-    models = {"from-hub": [str(tmp_path / "from-hub"), str(data_dir / "k3_tiny_mxfp4")]}
-    for folder_name in CASES:
-        model = AutoModelForCausalLM.from_pretrained(data_dir / folder_name)
-        assert type(model).__module__.startswith("kimi_k3.")
-        model.save_pretrained(tmp_path / folder_name)
-        assert_complete(tmp_path / folder_name, folder_name)
-        models[folder_name] = [str(tmp_path / folder_name), str(data_dir / folder_name)]
-    registered = type(
-        "KimiK3ForCausalLM", (kimi_k3.KimiK3ForCausalLM,), {"__module__": kimi_k3.modeling_kimi_k3.__name__}
-    )
-    registered.register_for_auto_class("AutoModelForCausalLM")
-    registered.from_pretrained(data_dir / "k3_dense_flat").save_pretrained(tmp_path / "registered")
-    assert set(SHIPPED) <= files_below(tmp_path / "registered")
-    assert not any((tmp_path / "registered" / name).exists() for name in KERNELS), "no flat copies"
-    models["registered"] = [str(tmp_path / "registered"), str(data_dir / "k3_dense_flat")]
-    result = fresh_python(
-        """
-        result = {}
-        for name, (folder, data) in arguments["models"].items():
-            model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-            result[name] = [*origin(model), against_golden(model, data)]
-        print(json.dumps(result))
-        """,
-        models=models,
-    )
-    assert result == {
-        "from-hub": expected,
-        "k3_tiny_mxfp4": expected,
-        "kimi_linear_flat": ["transformers_modules", "KimiK3ForCausalLM", True],
-        "registered": ["transformers_modules", "KimiK3ForCausalLM", True],
-    }
+    checkpoints = {name: name for name in CASES} | {"from-hub": "k3_tiny_mxfp4"}
+    checkpoints |= saved_by_the_installed_package(data_dir, saved)
+    folders = {name: [str(saved / name), str(data_dir / source)] for name, source in checkpoints.items()}
+    again = fresh_python(RELOAD, folders=folders)
+    assert set(first) == set(CASES) and set(again) == set(checkpoints)
+    for name, (module, class_name, right, files) in again.items():
+        kind = "ConditionalGeneration" if checkpoints[name] == "k3_tiny_mxfp4" else "CausalLM"
+        assert [module, class_name] == ["transformers_modules", f"KimiK3For{kind}"]
+        assert right, name
+        if name != "registered":
+            assert set(files) - {"__init__.py", "kernels/__init__.py"} == set(SHIPPED)
+            assert_complete(saved / f"{name}-again", checkpoints[name])
 
 
 def test_push_to_hub_uploads_the_whole_tree(data_dir, monkeypatch):
