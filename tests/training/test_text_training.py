@@ -20,7 +20,7 @@ from kimi_k3.kernels.cross_entropy import chunked_cross_entropy
 from kimi_k3.runs_kimi_k3 import lock
 from kimi_k3.training import text_run
 from kimi_k3.training.text_data import DataError, PackedRows
-from waiting import sending, until
+from waiting import PATIENCE, sending
 
 WORDS = "the cat sat on a mat and the dog ran to the big red barn by the old mill".split()
 VOCABULARY = 257
@@ -139,12 +139,11 @@ def test_long_documents_are_cut_on_request(tmp_path):
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
+FROM_SCRATCH = ["--from-scratch", "--steps", "18", "--rate", "1e-2"]
+
+
 def arguments(checkpoint, file, out, *more):
     return ["train", str(checkpoint), str(file), "--out", str(out), "--context", "64", "--rows", "2", *more]
-
-
-def lines_of(log):
-    return log.read_text().count("\n") if log.exists() else 0
 
 
 def losses(out):
@@ -154,8 +153,7 @@ def losses(out):
 @pytest.fixture(scope="module")
 def finished(checkpoint, data, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / "run"
-    more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--save-every", "4"]
-    assert cli.main(arguments(checkpoint, data / "text.jsonl", out, *more)) == 0
+    assert cli.main(arguments(checkpoint, data / "text.jsonl", out, *FROM_SCRATCH, "--save-every", "4")) == 0
     return out
 
 
@@ -178,39 +176,46 @@ def test_the_saved_model_is_the_trained_one(finished, data, checkpoint):
 
 @pytest.mark.one_release
 def test_two_runs_are_equal(finished, checkpoint, data, tmp_path):
-    more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--gradient-checkpointing"]
-    assert cli.main(arguments(checkpoint, data / "text.jsonl", tmp_path / "run", *more)) == 0
+    argv = arguments(checkpoint, data / "text.jsonl", tmp_path / "run", *FROM_SCRATCH, "--gradient-checkpointing")
+    assert cli.main(argv) == 0
     assert losses(tmp_path / "run") == losses(finished)
 
 
-# The command, which does not get to its end: it waits behind step 25.
-UNFINISHED = """
-import sys, threading
+# The command in processes that are killed, which do not get to its end: they wait behind step 15. What is imported
+# before the fork is there already.
+KILLED = """
+import os, signal, sys, threading
+from pathlib import Path
 from kimi_k3 import __main__ as cli
 from kimi_k3.training.text_run import TextTraining
+from waiting import until
+
 one_step = TextTraining._one_step
 def step_or_wait(training):
-    if training.step == 25:
+    if training.step == 15:
         threading.Event().wait()
     return one_step(training)
 TextTraining._one_step = step_or_wait
-sys.exit(cli.main())
+
+log = Path(sys.argv.pop(1))
+for lines in (6, 11):
+    child = os.fork()
+    if child == 0:
+        os._exit(cli.main())
+    until(lambda: log.exists() and log.read_text().count("\\n") >= lines or os.waitpid(child, os.WNOHANG)[0])
+    os.kill(child, signal.SIGKILL)  # raises if it was no longer at work
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
 """
 
 
 @pytest.mark.one_release
 def test_a_killed_run_continues_on_the_same_curve(finished, checkpoint, data, tmp_path):
     """SIGKILL at whatever step it is at, twice; then to the end."""
-    more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--save-every", "4"]
-    command = [sys.executable, "-P", "-c", UNFINISHED]
-    command += arguments(checkpoint, data / "text.jsonl", tmp_path / "run", *more)
+    command = arguments(checkpoint, data / "text.jsonl", tmp_path / "run", *FROM_SCRATCH, "--save-every", "4")
     log = tmp_path / "run" / "metrics.jsonl"
-    for lines in (6, 15):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until(lambda process=process, lines=lines: process.poll() is not None or lines_of(log) >= lines)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL, "it was still at work"
-    assert cli.main(command[4:]) == 0
+    script = [sys.executable, "-P", "-c", KILLED, log, *command]
+    assert subprocess.run(script, env=tiny.environment(), timeout=PATIENCE).returncode == 0
+    assert cli.main(command) == 0
     assert losses(tmp_path / "run") == losses(finished)
 
 
@@ -224,8 +229,7 @@ def test_a_damaged_state_or_log_ends_in_the_same_model(finished, checkpoint, dat
     (run / "state.pt").write_bytes(state)
     log[2] = log[2][:-1] + b"\xff"
     (run / "metrics.jsonl").write_bytes(b"\n".join(log))
-    more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--save-every", "4"]
-    assert cli.main(arguments(checkpoint, data / "text.jsonl", run, *more)) == 0
+    assert cli.main(arguments(checkpoint, data / "text.jsonl", run, *FROM_SCRATCH, "--save-every", "4")) == 0
     assert "state.pt is damaged or gone: the run goes on from the state before it" in caplog.text
     weights = "model/model.safetensors"
     assert (run / weights).read_bytes() == (finished / weights).read_bytes()
@@ -331,7 +335,7 @@ def test_a_damaged_state_or_a_file_for_a_folder_is_one_sentence(checkpoint, data
 
 def test_a_run_of_other_settings_is_not_continued(finished, checkpoint, data, capsys):
     argv = arguments(checkpoint, data / "text.jsonl", finished, "--steps", "40", "--from-scratch")
-    assert "steps was 30, is 40" in refusal(capsys, *argv)
+    assert "steps was 18, is 40" in refusal(capsys, *argv)
 
 
 # --- stopped runs ----------------------------------------------------------------------------------------------------
@@ -343,8 +347,7 @@ def test_a_stopped_run_saves_first_and_continues_on_the_same_curve(
 ):
     """Wherever in a step the signal comes: the step is finished, and its state is saved."""
     run = tmp_path / "run"
-    more = ["--from-scratch", "--steps", "30", "--rate", "5e-3", "--save-every", "20"]
-    argv = arguments(checkpoint, data / "text.jsonl", run, *more)
+    argv = arguments(checkpoint, data / "text.jsonl", run, *FROM_SCRATCH, "--save-every", "20")
     for number, code, step, owner, name, call in (
         (signal.SIGINT, 130, 3, text_run, "chunked_cross_entropy", 5),
         (signal.SIGTERM, 143, 9, text_run.PerHeadMuon, "step", 6),
@@ -354,7 +357,7 @@ def test_a_stopped_run_saves_first_and_continues_on_the_same_curve(
             assert cli.main(argv) == code
         lines = capfd.readouterr().err.splitlines()
         assert any("the state is saved behind this step" in line for line in lines)
-        kept = f"{run} keeps the state after step {step} of 30, and the same command goes on from there"
+        kept = f"{run} keeps the state after step {step} of 18, and the same command goes on from there"
         assert lines[-1] == f"kimi-k3 train: interrupted; {kept}"
         assert torch.load(run / "state.pt", weights_only=True)["step"] == step == len(losses(run))
     assert cli.main(argv) == 0
