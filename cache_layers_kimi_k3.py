@@ -166,6 +166,7 @@ class KDACacheLayer(_StateLayer):
 
     tensor_names = KDA_TENSORS
     writes_in_place = False
+    slots = None  # the state has a row for every row of a batch
 
     def __init__(self, offload: bool = False):
         super().__init__()
@@ -550,6 +551,7 @@ class StaticKDACacheLayer(_StaticLayer):
 
     tensor_names = KDA_TENSORS
     writes_in_place = True
+    slots = None
 
     def __init__(self, max_length: int):
         super().__init__(max_length)

@@ -172,6 +172,9 @@ class KimiK3DeltaAttention(nn.Module):
         with kda.full_precision(x.device):
             few = packing is None and length <= kda_step.MAX_TOKENS and not boundaries
             few = few and dispatch.stands_for_call(self.o_norm, KimiK3RMSNormGated)
+            slots = None if cache_layer is None else cache_layer.slots
+            if slots is not None and not few:
+                before = before.map(lambda x: x.index_select(0, slots))
             if few and cache_layer is not None and before.tails is not None and before.recurrent is not None:
                 out, tails, recurrent = kda_step.kda_step(
                     *projected,
@@ -185,6 +188,7 @@ class KimiK3DeltaAttention(nn.Module):
                     self.o_norm.eps,
                     # Under autograd the cache refuses what it is given, unchanged.
                     in_place=cache_layer.writes_in_place and real is None and not torch.is_grad_enabled(),
+                    slots=slots,
                 )
             else:
                 convolved, tails = convolve(projected, conv_weights, before.tails, cu_seqlens, cache_layer is not None)
@@ -298,21 +302,21 @@ class KimiK3MLAttention(nn.Module):
         if context is not None:
             out, weights = context.attention(self, query, latents, **kwargs), None
         else:
-            out, weights = self._attend(query, latents, attention_mask, filled, need_weights, in_blocks, **kwargs)
+            out, weights = self.attend(query, latents, attention_mask, filled, need_weights, in_blocks, **kwargs)
         out = out.reshape(batch, length, -1)
         if self.config.mla_use_output_gate:
             out = out * torch.sigmoid(self.g_proj(hidden_states))
         out = self.o_proj(out)
         return ragged.put_back(out, rows, columns) if ragged is not None else out, weights
 
-    def _attend(self, query, latents, attention_mask, filled, need_weights, in_blocks, **kwargs):
+    def attend(self, query, latents, attention_mask, filled, need_weights, in_blocks, **kwargs):
         """([B, T, H, V], attention weights or None) in the form that costs least.
 
         A few tokens on a GPU run as a kernel; a static cache's count `filled` tells it where the filled part ends.
         """
         if self._absorbing_is_cheaper(query.shape[2], latents.shape[1]):
             if isinstance(attention_mask, BlockMask):
-                attention_mask = self._explicit_mask(attention_mask, query, latents.shape[1])
+                attention_mask = self.explicit_mask(attention_mask, query, latents.shape[1])
             if not need_weights:
                 kv_b = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_rank)
                 lengths = filled if isinstance(filled, torch.Tensor) else None
@@ -353,7 +357,7 @@ class KimiK3MLAttention(nn.Module):
     def _expanded(self, query, latents, attention_mask, need_weights, kv_b=None, **kwargs):
         key, value = self._keys_and_values(latents, query.shape[1], kv_b)
         if need_weights:
-            mask = self._explicit_mask(attention_mask, query, latents.shape[1])
+            mask = self.explicit_mask(attention_mask, query, latents.shape[1])
             return eager_attention_forward(self, query, key, value, mask, self.scaling)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         # The fused kernels of sdpa want one head size; without padding torch falls back to a [T, S] matrix.
@@ -370,7 +374,7 @@ class KimiK3MLAttention(nn.Module):
         w_uk, w_uv = self.kv_b_proj.weight.view(heads, -1, self.kv_rank).split([self.nope_dim, self.v_dim], dim=1)
         query_nope, query_pe = query.split([self.nope_dim, self.rope_dim], dim=-1)
         rows = torch.cat([query_nope @ w_uk, query_pe], dim=-1).transpose(1, 2).reshape(batch, 1, length * heads, -1)
-        mask = self._explicit_mask(attention_mask, query, latents.shape[1])
+        mask = self.explicit_mask(attention_mask, query, latents.shape[1])
         if mask is not None and length > 1:
             mask = mask.repeat_interleave(heads, dim=2)
         latents = latents[:, None]
@@ -380,7 +384,7 @@ class KimiK3MLAttention(nn.Module):
         return out.transpose(1, 2), weights.view(batch, length, heads, -1).transpose(1, 2)
 
     @staticmethod
-    def _explicit_mask(mask: Mask, query: torch.Tensor, keys: int) -> torch.Tensor | None:
+    def explicit_mask(mask: Mask, query: torch.Tensor, keys: int) -> torch.Tensor | None:
         """The mask of any implementation as one to add to scores [B, H, T, S]; None for a token that reads all keys.
 
         Args:

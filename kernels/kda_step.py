@@ -52,6 +52,7 @@ def kda_step(
     state: torch.Tensor,
     norm_eps: float,
     in_place: bool = False,
+    slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
     """
     Args:
@@ -63,6 +64,8 @@ def kda_step(
         norm_weight: [V].
         state: [B, H, K, V] float32 or bfloat16.
         in_place: write the new state and tails into `state` and `tails`.
+        slots: [B] int64, the rows of `tails` and `state` that the sequences have; they are then written in place, and
+            may be rows of buffers for more sequences than run. A row may be named twice, if nobody reads it.
 
     Returns:
         out [B, T, H * V] in the dtype of q, the new tails, the new state in the dtype of `state`.
@@ -73,18 +76,21 @@ def kda_step(
     if not refused and all(x.stride(-1) == 1 for x in inputs):
         from . import kda_step_triton
 
-        rest = tails, conv_weights, parameters, norm_weight, state, norm_eps, in_place
+        rest = tails, conv_weights, parameters, norm_weight, state, norm_eps, in_place, slots
         results = dispatch.run_kernels(kda_step_triton.step, *inputs, *rest)
         if results is not None:
             return results
-    convolved, new_tails = short_conv.short_convs((q, k, v), conv_weights, tails)
+    buffers = *tails, state
+    if slots is not None:
+        *tails, state = (buffer.index_select(0, slots) for buffer in buffers)
+    convolved, new_tails = short_conv.short_convs((q, k, v), conv_weights, tuple(tails))
     assert new_tails is not None
     heads = (*q.shape[:2], state.shape[1], -1)
     q, k, v = (x.view(heads) for x in convolved)
     out, new_state = kda.fused_kda(q, k, v, g.view(heads), beta, parameters, initial_state=state)
     out = norms.gated_rms_norm(out, gate.view(heads), norm_weight, norm_eps).flatten(2)
-    if in_place:
-        for old, new in zip((*tails, state), (*new_tails, new_state), strict=True):
-            old.copy_(new)
-        return out, tails, state
+    if in_place or slots is not None:
+        for old, new in zip(buffers, (*new_tails, new_state), strict=True):
+            old.copy_(new) if slots is None else old.index_copy_(0, slots, new)
+        return out, buffers[:3], buffers[3]
     return out, new_tails, new_state

@@ -75,9 +75,18 @@ def update(s, q, k, decay, beta, v, qk):
     return read + qk * u, s + k[:, None] * u[None, :]
 
 
+@triton.jit
+def row_of(slots, i_b):
+    """The row of tails and state that a sequence of the batch has."""
+    if slots is None:
+        return i_b
+    else:
+        return tl.load(slots + i_b)
+
+
 @tools.jit
 def step_kernel(
-    q, k, v, g, beta, gate, tails, conv_weights, A_log, dt_bias, norm_weight, state, out, new_tails, new_state,
+    q, k, v, g, beta, gate, tails, conv_weights, A_log, dt_bias, norm_weight, state, out, new_tails, new_state, slots,
     T, batch_strides, token_strides, scale, lower_bound, eps, norm_eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
     W: tl.constexpr, BOUNDED: tl.constexpr, ONE_TOKEN: tl.constexpr, IN_PLACE: tl.constexpr, PTX: tl.constexpr,
@@ -96,7 +105,8 @@ def step_kernel(
     c_k, c_v = tl.arange(0, BK), tl.arange(0, BV)
     in_k, in_v = c_k < K, c_v < V
     of_k, of_v = i_h * K + c_k, i_h * V + c_v
-    tail_k, tail_v = i_b * (W - 1) * (H * K), i_b * (W - 1) * (H * V)
+    row = row_of(slots, i_b)
+    tail_k, tail_v = row * (W - 1) * (H * K), row * (W - 1) * (H * V)
     q += i_b * batch_q
     k += i_b * batch_k
     v += i_b * batch_v
@@ -104,11 +114,11 @@ def step_kernel(
     beta += i_b * batch_beta + i_h
     gate += i_b * batch_gate
     out += i_b * T * (H * V)
-    state += (i_b * H + i_h) * (K * V)
+    state += (row * H + i_h) * (K * V)
     if IN_PLACE:
         new_state = state
     else:
-        new_state += (i_b * H + i_h) * (K * V)
+        new_state += (row * H + i_h) * (K * V)
     rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
     bias = tl.load(dt_bias + of_k, mask=in_k, other=0.0).to(tl.float32)
     b_q = tl.zeros((BK,), tl.float32)
@@ -175,7 +185,8 @@ def convolve_new(x, tail, new_tail, weight, c, P: tl.constexpr, W: tl.constexpr,
 
 @tools.jit
 def keys_kernel(
-    q, k, v, g, tails, conv_weights, A_log, dt_bias, keys, values, new_tails, batch_strides, scale, lower_bound, eps,
+    q, k, v, g, tails, conv_weights, A_log, dt_bias, keys, values, new_tails, slots, batch_strides, scale, lower_bound,
+    eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, BOUNDED: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
@@ -184,7 +195,8 @@ def keys_kernel(
     h = tl.program_id(0) % (H // BH) * BH + tl.arange(0, BH)
     c_k = h[:, None] * K + tl.arange(0, K)[None, :]  # [BH, K]
     c_v = h[:, None] * V + tl.arange(0, V)[None, :]  # [BH, V]
-    tail_k, tail_v = i_b * ((W - 1) * H * K), i_b * ((W - 1) * H * V)
+    row = row_of(slots, i_b)
+    tail_k, tail_v = row * ((W - 1) * H * K), row * ((W - 1) * H * V)
     q_tail, k_tail, v_tail = tails
     new_q_tail, new_k_tail, new_v_tail = new_tails
     q_weight, k_weight, v_weight = conv_weights
@@ -206,14 +218,15 @@ def keys_kernel(
 
 @tools.jit
 def state_kernel(
-    keys, values, beta, state, out, new_state, batch_beta,
+    keys, values, beta, state, out, new_state, slots, batch_beta,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BS: tl.constexpr, IN_PLACE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """BS columns of one state, in registers from the first instruction on; out [B, H, V] before its norm."""
     head = (tl.program_id(0) // (V // BS)).to(tl.int64)  # of a sequence
     c_k, c_v = tl.arange(0, K), tl.program_id(0) % (V // BS) * BS + tl.arange(0, BS)
     tile = c_k[:, None] * V + c_v[None, :]  # [K, BS]
-    s = tl.load(state + head * (K * V) + tile).to(tl.float32)
+    at = head if slots is None else row_of(slots, head // H) * H + head % H
+    s = tl.load(state + at * (K * V) + tile).to(tl.float32)
     keys += head * (3 * K)
     b_q, b_k = tl.load(keys + c_k), tl.load(keys + K + c_k)  # [K] each
     b_beta = sigmoid(tl.load(beta + head // H * batch_beta + head % H).to(tl.float32), PTX)
@@ -221,7 +234,7 @@ def state_kernel(
     b_o, s = update(s, b_q, b_k, tl.load(keys + 2 * K + c_k), b_beta, b_v, tl.sum(b_q * b_k, axis=0))  # [BS], [K, BS]
     if IN_PLACE:
         new_state = state
-    tl.store(new_state + head * (K * V) + tile, s.to(new_state.dtype.element_ty))
+    tl.store(new_state + at * (K * V) + tile, s.to(new_state.dtype.element_ty))
     tl.store(out + head * V + c_v, b_o.to(out.dtype.element_ty))
 
 
@@ -240,24 +253,27 @@ def norm_kernel(
 
 
 def step_of_many(
-    q, k, v, g, beta, gate, tails, conv_weights, parameters, norm_weight, state, norm_eps, out, new_tails, new_state
-):
+    q, k, v, g, beta, gate, tails, conv_weights, parameters, norm_weight, state, norm_eps, out, new_tails, new_state,
+    slots,
+):  # fmt: skip
     """One token by three kernels, into `out`, `new_tails` and `new_state`."""
-    batch, heads, key_size, value_size = state.shape
+    batch, (_, heads, key_size, value_size) = len(q), state.shape
     keys = torch.empty(batch, heads, 3, key_size, device=q.device, dtype=torch.float32)
     values = torch.empty(batch, heads, value_size, device=q.device, dtype=v.dtype)
     together = 2 - heads % 2
     columns = min(COLUMNS, value_size)
     keys_kernel[(batch * (heads // together),)](
         q=q, k=k, v=v, g=g, tails=tails, conv_weights=conv_weights, **parameters.for_kernels(), keys=keys,
-        values=values, new_tails=new_tails, batch_strides=(q.stride(0), k.stride(0), v.stride(0), g.stride(0)),
+        values=values, new_tails=new_tails, slots=slots,
+        batch_strides=(q.stride(0), k.stride(0), v.stride(0), g.stride(0)),
         scale=key_size**-0.5, H=heads, K=key_size, V=value_size, BH=together, W=conv_weights[0].shape[-1],
         PTX=tools.USE_PTX,
         num_warps=max(1, min(4, together * min(key_size, value_size) // 64)),  # no more threads than channels
     )  # fmt: skip
     state_kernel[(batch * heads * (value_size // columns),)](
-        keys=keys, values=values, beta=beta, state=state, out=out, new_state=new_state, batch_beta=beta.stride(0),
-        H=heads, K=key_size, V=value_size, BS=columns, IN_PLACE=new_state is state, PTX=tools.USE_PTX, num_warps=4,
+        keys=keys, values=values, beta=beta, state=state, out=out, new_state=new_state, slots=slots,
+        batch_beta=beta.stride(0), H=heads, K=key_size, V=value_size, BS=columns, IN_PLACE=new_state is state,
+        PTX=tools.USE_PTX, num_warps=4,
     )  # fmt: skip
     norm_kernel[(batch * (heads // together),)](
         out=out, gate=gate, norm_weight=norm_weight, batch_gate=gate.stride(0), norm_eps=norm_eps,
@@ -265,8 +281,9 @@ def step_of_many(
     )  # fmt: skip
 
 
-def step(q, k, v, g, beta, gate, tails, conv_weights, parameters, norm_weight, state, norm_eps, in_place):
+def step(q, k, v, g, beta, gate, tails, conv_weights, parameters, norm_weight, state, norm_eps, in_place, slots):
     """As `kda_step.kda_step`, whose arguments these are."""
+    in_place = in_place or slots is not None
     batch, length, _ = q.shape
     _, heads, key_size, value_size = state.shape
     out = torch.empty(batch, length, heads * value_size, device=q.device, dtype=q.dtype)
@@ -277,14 +294,14 @@ def step(q, k, v, g, beta, gate, tails, conv_weights, parameters, norm_weight, s
     whole = (key_size, value_size) == (block_k, block_v) and min(key_size, value_size) >= 32
     if length == 1 and whole and heads * batch >= MANY * processors:
         weights = conv_weights, parameters, norm_weight
-        step_of_many(q, k, v, g, beta, gate, tails, *weights, state, norm_eps, out, new_tails, new_state)
+        step_of_many(q, k, v, g, beta, gate, tails, *weights, state, norm_eps, out, new_tails, new_state, slots)
         return out, new_tails, new_state
     inputs = (q, k, v, g, beta, gate)
     # A program with a multiprocessor to itself asks for all its state at once.
     columns = block_v if heads * batch <= processors else min(SLICE, block_v)
     step_kernel[(heads * batch,)](
         q=q, k=k, v=v, g=g, beta=beta, gate=gate, tails=tails, conv_weights=conv_weights, **parameters.for_kernels(),
-        norm_weight=norm_weight, state=state, out=out, new_tails=new_tails, new_state=new_state,
+        norm_weight=norm_weight, state=state, out=out, new_tails=new_tails, new_state=new_state, slots=slots,
         T=length, batch_strides=tuple([x.stride(0) for x in inputs]),
         token_strides=tuple([x.stride(1) for x in inputs]),
         scale=key_size**-0.5, norm_eps=norm_eps, H=heads, K=key_size, V=value_size, BK=block_k, BV=block_v,

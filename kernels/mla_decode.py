@@ -9,6 +9,7 @@ The keys of a decoding step are the whole context and its queries a few rows, so
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -18,14 +19,34 @@ from . import dispatch
 MAX_TOKENS = 64
 # The widest latent and rope part whose tiles fit the shared memory and the registers of one program.
 MAX_RANK, MAX_RANK_FLOAT32, MAX_ROPE = 512, 128, 64
+# Tokens of a page are a multiple of this where the kernels read pages: a tile of keys then lies in one.
+PAGE_TILE = 64
 
 
-def is_fused(query: torch.Tensor, latents: torch.Tensor, rope_dim: int) -> bool:
+class Pages(NamedTuple):
+    """Where the latents of several sequences lie in one buffer [rows, R + P].
+
+    Attributes:
+        table: [B, pages of the longest] int32; page j of a sequence has the rows from `table[b, j] * size` on. Entries
+            behind the last page of a sequence are not read.
+        size: tokens of a page.
+    """
+
+    table: torch.Tensor
+    size: int
+
+    def gathered(self, latents: torch.Tensor) -> torch.Tensor:
+        """[B, S, R + P], every sequence's latents one behind the other."""
+        rows = self.table.long()[..., None] * self.size + torch.arange(self.size, device=latents.device)
+        return latents[rows.flatten(1)]
+
+
+def is_fused(query: torch.Tensor, latents: torch.Tensor, rope_dim: int, pages: Pages | None = None) -> bool:
     """Whether `mla_decode` runs as Triton kernels.
 
     Args:
         query: [B, H, T, size], of any size: its heads, tokens, dtype and device count.
-        latents: [B, S, R + rope_dim].
+        latents: [B, S, R + rope_dim], or [rows, R + rope_dim] in pages.
     """
     rank = latents.shape[-1] - rope_dim
     return (
@@ -35,6 +56,7 @@ def is_fused(query: torch.Tensor, latents: torch.Tensor, rope_dim: int) -> bool:
         and query.dtype == latents.dtype
         and rank <= (MAX_RANK_FLOAT32 if query.dtype == torch.float32 else MAX_RANK)
         and rope_dim <= MAX_ROPE
+        and (pages is None or pages.size % PAGE_TILE == 0)
         and not dispatch.needs_grad(query, latents)
     )
 
@@ -46,6 +68,7 @@ def mla_decode(
     scale: float,
     mask: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
+    pages: Pages | None = None,
 ) -> torch.Tensor:
     """Attend to the latents with absorbed queries.
 
@@ -58,14 +81,16 @@ def mla_decode(
             lowest hides it. Or [B, S], 0 for a hidden key, or None: beside these causality is understood, the last T
             keys being those of the new tokens.
         lengths: [B] or [] integers on the device, keys of each row that count; those behind are not read. None: S.
+        pages: where the keys of each row lie in latents [rows, R + P]; S is then the room of the table.
 
     Returns:
         [B, T, H, R] in the dtype of the query; zeros for a query that sees no key. Scores, softmax and sums are
         float32; the Triton kernels round the softmax's numerators to the latents' dtype before they weigh them.
     """
-    if is_fused(query.transpose(1, 2), latents, query_rope.shape[-1]) and not dispatch.needs_grad(query_rope):
-        return _run(query, query_rope, latents, scale, mask, lengths)
-    return _composed(query, query_rope, latents, scale, mask, lengths)
+    arguments = query, query_rope, latents, scale, mask, lengths, pages
+    if is_fused(query.transpose(1, 2), latents, query_rope.shape[-1], pages) and not dispatch.needs_grad(query_rope):
+        return _run(*arguments)
+    return _composed(*arguments)
 
 
 def absorbed_attention(
@@ -75,6 +100,7 @@ def absorbed_attention(
     scale: float,
     mask: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
+    pages: Pages | None = None,
 ) -> torch.Tensor | None:
     """The attention of a layer by `mla_decode`, or None where that does not run as Triton kernels.
 
@@ -82,32 +108,34 @@ def absorbed_attention(
         query: [B, H, T, D + P], not yet absorbed.
         latents: [B, S, R + P], the new tokens' included.
         kv_b: [H, D + V, R], what makes keys and values of a latent.
-        scale, mask, lengths: as `mla_decode` takes them.
+        scale, mask, lengths, pages: as `mla_decode` takes them.
 
     Returns:
         [B, T, H, V].
     """
     (batch, heads, length, size), rank = query.shape, kv_b.shape[-1]
     rope = latents.shape[-1] - rank
-    if not is_fused(query, latents, rope) or dispatch.needs_grad(kv_b):
+    if not is_fused(query, latents, rope, pages) or dispatch.needs_grad(kv_b):
         return None
     w_uk, w_uv = kv_b[:, : size - rope], kv_b[:, size - rope :]
     query_nope, query_rope = query.split([size - rope, rope], dim=-1)
     # Per head, rows and tokens as the rows of one product: views throughout, no weight is copied.
     absorbed = torch.bmm(query_nope.transpose(0, 1).reshape(heads, batch * length, -1), w_uk)
     absorbed = absorbed.view(heads, batch, length, -1).permute(1, 2, 0, 3)
-    out = _run(absorbed, query_rope.transpose(1, 2), latents, scale, mask, lengths)
+    out = _run(absorbed, query_rope.transpose(1, 2), latents, scale, mask, lengths, pages)
     out = torch.bmm(out.permute(2, 0, 1, 3).reshape(heads, batch * length, -1), w_uv.transpose(1, 2))
     return out.view(heads, batch, length, -1).permute(1, 2, 0, 3)
 
 
-def _run(query, query_rope, latents, scale, mask, lengths):
-    arguments = query, query_rope, latents, scale, mask, lengths
+def _run(query, query_rope, latents, scale, mask, lengths, pages):
+    arguments = query, query_rope, latents, scale, mask, lengths, pages
     out = dispatch.run_first(_kernels(*arguments), *arguments)
     return _composed(*arguments) if out is None else out
 
 
-def _composed(query, query_rope, latents, scale, mask, lengths):
+def _composed(query, query_rope, latents, scale, mask, lengths, pages=None):
+    if pages is not None:
+        latents = pages.gathered(latents)
     dtype = torch.promote_types(query.dtype, torch.float32)
     batch, tokens, _, rank = query.shape
     place = torch.arange(latents.shape[1], device=latents.device)

@@ -29,11 +29,11 @@ def weigh(s, top, total, PTX: tl.constexpr):
 
 @tools.jit(do_not_specialize=["keys"])
 def decode_kernel(
-    query, query_rope, latents, mask, lengths, part, log2_sum,
-    keys, T, query_strides, rope_strides, latents_strides, mask_strides, batch_n, scale, lowest,
+    query, query_rope, latents, mask, lengths, table, part, log2_sum,
+    keys, T, query_strides, rope_strides, latents_strides, mask_strides, batch_n, batch_t, scale, lowest,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, ONE_MASK: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr, BRANCH: tl.constexpr,
-    PRECISION: tl.constexpr, PTX: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys for BM pairs of token and head: the mean of latents, and log2 of the softmax's sum."""
     i_b, i_s, splits = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -65,7 +65,10 @@ def decode_kernel(
     acc = tl.zeros((BM, BR), tl.float32)
     for start in tl.range(first, last, BN, num_stages=STAGES):
         inside = start + n < last
-        tile = latents + tl.cast(start, tl.int64) * key_l
+        row = tl.cast(start, tl.int64)
+        if table is not None:  # whose pages hold whole tiles
+            row = tl.load(table + i_b * batch_t + start // PAGE).to(tl.int64) * PAGE + start % PAGE
+        tile = latents + row * key_l
         b_c = tl.load(tile + n[:, None] * key_l + c[None, :], mask=inside[:, None] & in_c, other=0.0)  # [BN, BR]
         s = tl.dot(b_q, tl.trans(b_c), input_precision=PRECISION) * in_base_2(scale)  # [BM, BN]
         if P > 0:
@@ -161,10 +164,12 @@ def count_splits(programs: int, key_tiles: int, multiprocessors: int) -> int:
     )
 
 
-def run(query, query_rope, latents, scale, mask, lengths):
+def run(query, query_rope, latents, scale, mask, lengths, pages):
     """As `mla_decode.mla_decode`, whose arguments these are."""
     batch, length, heads, rank = query.shape
-    rope, keys, device = query_rope.shape[-1], latents.shape[1], latents.device
+    rope, device = query_rope.shape[-1], latents.device
+    table, page = (None, 1) if pages is None else (pages.table.contiguous(), pages.size)
+    keys = latents.shape[1] if table is None else table.shape[1] * page
     query, query_rope, latents = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, query_rope, latents))
     causal = length > 1 and (mask is None or mask.dim() == 2)
     if mask is not None:
@@ -179,14 +184,16 @@ def run(query, query_rope, latents, scale, mask, lengths):
     part = torch.empty(batch, rows, splits, rank, device=device, dtype=torch.float32)
     log2_sum = torch.empty(batch, rows, splits, device=device, dtype=torch.float32)
     decode_kernel[(row_tiles, splits, batch)](
-        query=query, query_rope=query_rope, latents=latents, mask=mask, lengths=lengths, part=part, log2_sum=log2_sum,
-        keys=keys, T=length, query_strides=query.stride()[:3], rope_strides=query_rope.stride()[:3],
-        latents_strides=latents.stride()[:2], mask_strides=(0, 0) if mask is None else mask.stride()[::2],
-        batch_n=0 if lengths is None else lengths.stride(0), scale=scale,
-        lowest=torch.finfo(mask.dtype).min if mask is not None and mask.is_floating_point() else 0.0,
+        query=query, query_rope=query_rope, latents=latents, mask=mask, lengths=lengths, table=table, part=part,
+        log2_sum=log2_sum, keys=keys, T=length, query_strides=query.stride()[:3], rope_strides=query_rope.stride()[:3],
+        latents_strides=latents.stride()[:2] if table is None else (0, latents.stride(0)),
+        mask_strides=(0, 0) if mask is None else mask.stride()[::2],
+        batch_n=0 if lengths is None else lengths.stride(0), batch_t=0 if table is None else table.stride(0),
+        scale=scale, lowest=torch.finfo(mask.dtype).min if mask is not None and mask.is_floating_point() else 0.0,
         H=heads, R=rank, P=rope, BR=block_r, BP=tools.block(rope), BM=rows_a_tile, BN=keys_a_tile,
         ONE_MASK=mask is None or length == 1 or mask.stride(2) == 0, CAUSAL=causal, STAGES=stages,
-        BRANCH=rows_a_tile == 64, PRECISION="tf32x3" if tools.USE_PTX and query.dtype == torch.float32 else "ieee",
+        BRANCH=rows_a_tile == 64, PAGE=page,
+        PRECISION="tf32x3" if tools.USE_PTX and query.dtype == torch.float32 else "ieee",
         PTX=tools.USE_PTX, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return merged(part, log2_sum, query)

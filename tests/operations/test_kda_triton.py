@@ -455,6 +455,39 @@ def test_fused_step_of_many(lower_bound, heads, key_size, value_size, state_dtyp
     assert rms_ratio(results[2], expected[2]) < (bound if state_dtype == torch.float32 else 5e-3)
 
 
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
+def test_fused_step_of_rows_of_larger_buffers(many, dtype, bound, monkeypatch):
+    """States anywhere among those of others, which stay as they are: to the bits of a batch of their own."""
+    inputs = step_inputs(1, dtype, 4, 32, 64)
+    if many:
+        monkeypatch.setattr(kda_step_triton, "MANY", 0)
+    options, batch = {"lower_bound": -5.0, "norm_eps": 1e-5}, len(inputs["state"])
+    expected = kda_step.kda_step(**bundled(inputs, **options))
+    slots = torch.arange(batch, device=inputs["state"].device).flip(0) * 2 + 1
+    own = (*inputs["tails"], inputs["state"])
+
+    def spread(slots):
+        buffers = [torch.full((2 * batch + 1, *x.shape[1:]), float("nan")).to(x) for x in own]
+        for buffer, x in zip(buffers, own, strict=True):
+            buffer[slots] = x
+        return buffers
+
+    *tails, state = buffers = spread(slots)
+    rows = {**inputs, "tails": tuple(tails), "state": state}
+    out, new_tails, new_state = kda_step.kda_step(**bundled(rows, **options), slots=slots)
+    assert torch.equal(out, expected[0]) and new_state is state
+    for buffer, returned, x in zip(buffers, (*new_tails, new_state), (*expected[1], expected[2]), strict=True):
+        assert returned is buffer and torch.equal(buffer[slots], x)
+        others = torch.ones(len(buffer), dtype=torch.bool).index_fill(0, slots.cpu(), False)
+        assert buffer.cpu()[others].isnan().all()
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda *tensors, sizes=(): "the oracle")
+    *tails, state = spread(slots)
+    rows = {**inputs, "tails": tuple(tails), "state": state}
+    composed = kda_step.kda_step(**bundled({name: double(x) for name, x in rows.items()}, **options), slots=slots)
+    assert rms_ratio(out, composed[0]) < bound and rms_ratio(new_state[slots], composed[2][slots]) < bound
+
+
 def test_fused_step_in_place_and_token_by_token():
     """Several tokens at once (a draft) are the same as one after the other, in place, bit for bit."""
     inputs = step_inputs(5, torch.float32)

@@ -156,6 +156,26 @@ def test_strided_inputs_and_large_scores():
     assert rms_ratio(mla_decode.mla_decode(*inputs, SCALE), reference(*inputs)) < 1e-3
 
 
+@pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
+def test_latents_in_pages(dtype, bound):
+    """Every sequence's keys in pages anywhere among others', of which nothing is read, nor what lies behind its end."""
+    size, lengths = mla_decode.PAGE_TILE, torch.tensor([65, 200, 1])
+    query, query_rope, latents = make(3, 1, 5, 200, 20, 6, dtype)
+    table = torch.tensor([[7, 2, 0, 0], [1, 9, 4, 6], [3, 0, 0, 0]], dtype=torch.int32)
+    buffer = torch.full((11 * size, 26), float("nan")).to(latents)
+    for row, (pages, length) in enumerate(zip(table.tolist(), lengths.tolist(), strict=True)):
+        for token in range(length):
+            buffer[pages[token // size] * size + token % size] = latents[row, token]
+    pages = mla_decode.Pages(table.to(DEVICE), size)
+    assert mla_decode.is_fused(query.transpose(1, 2), buffer, 6, pages)
+    got = mla_decode.mla_decode(query, query_rope, buffer, SCALE, None, lengths.to(DEVICE), pages)
+    expected = reference(query, query_rope, latents, None, lengths.to(DEVICE))
+    assert rms_ratio(got, expected) < bound
+    composed = mla_decode._composed(query, query_rope, buffer, SCALE, None, lengths.to(DEVICE), pages)
+    assert rms_ratio(composed, expected) < bound
+    assert not mla_decode.is_fused(query.transpose(1, 2), buffer, 6, mla_decode.Pages(table, 8))
+
+
 @pytest.mark.skipif(ON_GPU, reason="takes 8 GB there; a file with holes stands in for them here")
 def test_heads_further_apart_than_32_bits_count(tmp_path):
     """44 thousand tokens of K3's heads and latents side by side, as a batch of 700 with 64 new tokens has."""

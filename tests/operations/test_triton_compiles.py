@@ -63,7 +63,7 @@ BYTES = dict(weight="*i32", scale="*u8", beta="fp32")
 SHARED = 232448 if architecture == "90" else 65536 if backend == "hip" else 101376
 BM, BN, MLA_WARPS, MLA_STAGES = mla_decode_triton.tiles(torch.bfloat16, 512, SHARED)
 MLA = dict(H=96, R=512, P=64, BR=512, BP=64, BM=BM, BN=BN, CAUSAL=True, STAGES=MLA_STAGES, BRANCH=BM == 64,
-           ONE_MASK=True, PRECISION="ieee")
+           PAGE=64, table=None, slots=None, ONE_MASK=True, PRECISION="ieee")
 MERGE = dict(H=96, R=512, BC=128, BS=64)
 NORMS = dict(D=7168, BD=8192, BR=1)
 GLU, BETA = dict(M=33792, BLOCK=1024, SITU=True, CAPPED=True), dict(beta="fp32")
