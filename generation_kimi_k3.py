@@ -4,14 +4,15 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicCache
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import ContinuousBatchingConfig, GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from .cache_kimi_k3 import HybridCache
@@ -106,6 +107,38 @@ class KimiK3GenerationMixin(GenerationMixin):
         if compile_config is None and can_capture(self):
             return CapturedForward(self)
         return _marking(super().get_compiled_call(compile_config))  # type: ignore[misc]  # of PreTrainedModel
+
+    def init_continuous_batching(
+        self,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> Any:
+        """transformers' entry point of continuous batching, which `generate_batch` calls: a manager over slots of
+        recurrent states and pages of latents (`serving/manager.py`). transformers' own knows keys and values only.
+
+        Raises:
+            ImportError: for a model loaded as remote code where the kimi-k3 package is not installed.
+            ValueError: for settings of generation that are not supported, by name.
+        """
+        if (kept := getattr(self, "_cached_continuous_batching_manager", None)) is not None:
+            return kept
+        try:
+            # By its name: what a folder ships as remote code has no `serving/`.
+            manager = importlib.import_module("kimi_k3.serving.manager")
+        except ImportError as error:
+            raise ImportError("requests that come and go need the kimi-k3 package: pip install kimi-k3") from error
+        return manager.KimiK3BatchingManager(
+            self,
+            generation_config or self.generation_config,  # type: ignore[attr-defined]  # of PreTrainedModel
+            continuous_batching_config or ContinuousBatchingConfig(),
+            workload_hints,
+        )
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        """As in transformers."""
+        if (kept := self.__dict__.pop("_cached_continuous_batching_manager", None)) is not None:
+            kept.destroy()
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:
         chosen = isinstance(generation_config.compile_config, CapturedSteps)
@@ -337,8 +370,3 @@ class KimiK3GenerationMixin(GenerationMixin):
             if "routed_so_far" in model_kwargs:
                 model_kwargs["routed_so_far"].append(outputs.routed_experts)
         return new[:, fed:] if only_new else input_ids
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            "continuous batching keeps keys and values in pages and has no place for recurrent states: use generate"
-        )

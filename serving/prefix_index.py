@@ -6,10 +6,17 @@ forwards, so a segment's key is a hash over its tokens *and* over how everything
 has exactly one history, which `splits` names and a cold run can repeat to the last bit. Several segments
 can come from one forward, with states exported inside it; all that this forward read then counts in their keys, because
 later tokens decide how earlier ones are rounded (sizes of products, experts' batches).
+
+The kind of a segment (`forward`) says which forwards computed it:
+
+    empty              one of the model over its tokens; `steps`: one for each token
+    hash, 32 bytes     one that went on behind it
+    `TOGETHER`         an engine's, which had other requests beside it
+    `alone(chunk)`     an engine's, of one request, that end at the multiples of `chunk`; `steps` as above
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy
@@ -27,6 +34,34 @@ def chained(previous: bytes, *parts: bytes) -> bytes:
     return digest.digest()
 
 
+TOGETHER = b"together"
+_ALONE, _ALONE_LENGTH = b"alone", 5 + 8 + 8
+
+
+def alone(chunk: int, code: bytes) -> bytes:
+    """The kind of an engine's forwards of one request each; `code`: 8 bytes that name the code of these forwards."""
+    return _ALONE + chunk.to_bytes(8, "little") + code
+
+
+def _is_alone(forward: bytes) -> bool:
+    return len(forward) == _ALONE_LENGTH and forward.startswith(_ALONE)
+
+
+def is_exact(forward: bytes) -> bool:
+    """Whether a run that is split at the same boundaries gives the bits of this kind."""
+    return not forward or _is_alone(forward)
+
+
+def ends_of(start: int, end: int, steps: bool, forward: bytes) -> Iterable[int]:
+    """Where the forwards ended that fed the tokens [start, end) of a segment."""
+    if steps:
+        return range(start + 1, end + 1)
+    if not _is_alone(forward):
+        return [end]
+    chunk = int.from_bytes(forward[len(_ALONE) :][:8], "little")
+    return [*range((start // chunk + 1) * chunk, end, chunk), end]
+
+
 @dataclass(eq=False)
 class Segment:
     """Tokens [start, end) of a text, computed behind `parent`.
@@ -35,7 +70,7 @@ class Segment:
         key: names it, in memory and on disk.
         tokens: its own ones, [n] int64.
         steps: computed one token at a time (decoding) instead of in one forward.
-        forward: hash of what its forward read, if that made several segments; else empty.
+        forward: its kind.
         first: bytes of its tokens up to the end of a block: a text that differs in them shares no block with it.
         children: by key, the eldest first.
         pins: number of users of it or of a segment behind it; it stays while there are any.
@@ -91,10 +126,7 @@ class Segment:
 
     def splits(self) -> list[int]:
         """Boundaries of the forwards that computed this prefix and of its segments, the last of them `end`."""
-        found: list[int] = []
-        for segment in self.chain():
-            found += range(segment.start + 1, segment.end + 1) if segment.steps else [segment.end]
-        return found
+        return [end for part in self.chain() for end in ends_of(part.start, part.end, part.steps, part.forward)]
 
 
 class PrefixIndex:
@@ -140,7 +172,7 @@ class PrefixIndex:
     def make(self, parent: Segment, tokens: Sequence[int], steps: bool, forward: bytes = b"") -> Segment:
         """The segment of these tokens behind `parent`: the existing one, or a new one that is not added yet."""
         tokens = numpy.array(tokens, dtype="<i8")  # a copy, which keeps no prompt alive
-        how = b"steps" if steps else b"forward" + forward
+        how = (b"steps" if steps else b"forward") + forward
         key = chained(bytes.fromhex(parent.key), how, tokens.tobytes()).hex()
         first = tokens[: self.block - parent.end % self.block].tobytes()
         return self.segments.get(key) or Segment(key, parent, parent.end, tokens, first, steps, forward)

@@ -42,6 +42,9 @@ POST_TRAINING = "recipes/test_post_training.py"
 CUT_ROWS = "parallel/test_context_parallel.py"
 TENSOR_PARALLEL = "parallel/test_tensor_parallel.py"
 BROKEN_OFF = "cache/test_broken_off.py"
+BATCHING = "serving/test_batching.py"
+MANAGER = "serving/test_batching_manager.py"
+BATCHING_PREFIXES = "serving/test_batching_prefixes.py"
 CLIENTS = "serving/test_clients.py"
 ROUTING = "model/test_router_replay.py"
 LABELS = "model/test_classification.py"
@@ -165,12 +168,19 @@ TESTS = {
     "parallel/sharding.py": ("parallel/test_sharding.py",),
     "parallel/wire.py": (TENSOR_PARALLEL, CUT_ROWS),
     "serving/__init__.py": (SERVER,),
+    "serving/batch.py": (BATCHING,),
+    "serving/batching.py": (BATCHING, MANAGER, BATCHING_PREFIXES),
     "serving/commands.py": ("serving/test_cache_commands.py", SERVER, ONE_LINE),
     "serving/engine.py": (SERVER, CLIENTS),
+    "serving/manager.py": (MANAGER,),
+    "serving/pool.py": (BATCHING,),
     "serving/prefix_cache.py": (PREFIX, SERVER),
     "serving/prefix_folder.py": ("serving/test_cache_commands.py", ODD_FOLDERS, PREFIX),
     "serving/prefix_index.py": (PREFIX, PRIVACY),
+    "serving/prefix_requests.py": (BATCHING_PREFIXES,),
+    "serving/prefix_store.py": (PREFIX, PRIVACY, BATCHING_PREFIXES),
     "serving/replay.py": (REPLAY,),
+    "serving/sampling.py": ("serving/test_sampling.py",),
     "serving/server.py": (SERVER, CLIENTS),
     "serving/tiers.py": (TIERS, ODD_FOLDERS, PRIVACY, PREFIX),
     "speculative/__init__.py": ("speculative/test_speculative.py",),

@@ -579,11 +579,6 @@ def test_embeddings_of_all_tokens_continue_a_cache(model):
     assert torch.equal(text[:, -NEW:], greedy(model, [ids[0]]))
 
 
-def test_continuous_batching_is_refused(model):
-    with pytest.raises(NotImplementedError, match="no place for recurrent states"):
-        model.generate_batch(inputs=[[5, 6, 7]])
-
-
 def test_a_mask_of_another_length_is_refused(model):
     """Neither all ids so far nor the new ones only: transformers would cut the prompt in the wrong place."""
     shape = SHAPES["one"]

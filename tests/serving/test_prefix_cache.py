@@ -270,7 +270,7 @@ def test_what_is_in_use_stays(options, disk):
         for level, tier in enumerate(cache.tiers):
             tier.budget = 0
             assert cache._make_room(level, 0) == (level < len(cache.tiers) - 1)
-        chain = done.segment.chain()
+        chain = done.turn.segment.chain()
         assert [segment.end for segment in chain] == [12, 24, 29] and all(segment.pins for segment in chain)
         kept = {part for tier in cache.tiers for part in tier.entries}
         assert kept == {(segment.key, "latents") for segment in chain}

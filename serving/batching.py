@@ -1,0 +1,267 @@
+"""Continuous batching: requests that come and go, and one step after another over those that run.
+
+    step   1. requests that were cancelled or are too late end
+           2. the scheduler names what runs: one token of every request that decodes, chunks of others' prompts
+           3. one forward over the former, one over the latter (`batch.py`)
+           4. a next token is chosen for every request whose text is fed whole (`sampling.py`)
+
+`BatchEngine.step` does one of them; `start` runs them in a thread. `docs/batching.md` draws who owns what.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+
+from .batch import Batch, next_logits
+from .pool import StatePool
+from .prefix_cache import PrefixCache
+from .prefix_requests import RequestPrefixes
+from .sampling import Choice, choose
+from .scheduler import Request, Scheduler, Step
+
+
+class EngineFull(Exception):
+    """No more requests are taken: too many wait, or the engine is stopping."""
+
+
+class BatchEngine:
+    """Generates for many requests at once.
+
+    Args:
+        model: a Kimi K3 model with a language-model head, in evaluation mode, on one device.
+        sequences: requests that run at a time.
+        memory: bytes of states and latents on the device; None: room for `tokens`.
+        tokens: of all running requests together, where `memory` does not say it.
+        step_tokens: fed in one step at most, so that long prompts do not hold up the others.
+        chunk: of a prompt, fed in one step at most. With `batch_invariant` chunks end at its multiples, and the last
+            one of a step may exceed `step_tokens`.
+        host_bytes: of requests that gave way, in host memory.
+        waiting: requests that may be there at once, running ones included.
+        batch_invariant: no bit of a request's logits depends on the others: every forward has one request, split in
+            one way. Costs what batching saves.
+        prefix_cache: of this model; requests start from the longest prefix that it keeps, and their texts are kept.
+
+    Raises:
+        ValueError: for a prefix cache of another model.
+
+    Threads may `submit` and `cancel`. All callbacks of a request are called in the thread that steps.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sequences: int = 64,
+        memory: int | None = None,
+        tokens: int = 65536,
+        step_tokens: int = 2048,
+        chunk: int = 1024,
+        host_bytes: int = 0,
+        waiting: int = 4096,
+        page: int = 64,
+        batch_invariant: bool = False,
+        prefix_cache: PrefixCache | None = None,
+    ):
+        if prefix_cache is not None and prefix_cache.model is not model:
+            raise ValueError("the prefix cache is of another model: make one of this model")
+        self.model, self.waiting, self.batch_invariant = model, waiting, batch_invariant
+        self.pool = StatePool(model, sequences, memory, tokens, page)
+        self.prefixes = RequestPrefixes(prefix_cache, self.pool, chunk if batch_invariant else None, self._notify)
+        self.scheduler = Scheduler(self.pool, step_tokens, chunk, batch_invariant, host_bytes, self.prefixes)
+        self.steps = self.fed_tokens = 0
+        self._changed = threading.Condition()  # guards what is new and the three below
+        self._stepping = threading.Lock()
+        self._new: list[Request] = []
+        self._is_stopping = self._is_aborting = self._has_news = False
+        self._is_reading = False  # and nothing else was to do in the last step
+        self._thread: threading.Thread | None = None
+
+    # --- from any thread -----------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """
+        Raises:
+            EngineFull: if no more requests are taken.
+            ValueError: for a request that can never run here, with the reason.
+        """
+        if any((each.prompt, each.cache_salt) != (request.prompt, request.cache_salt) for each in request.siblings):
+            raise ValueError("siblings are answers to one prompt: give them that of the first, and its cache_salt")
+        everyone, vocabulary = [request, *request.siblings], self.model.config.get_text_config().vocab_size
+        for each in everyone:
+            if not each.prompt or each.max_new_tokens < 1:
+                raise ValueError("a request has a prompt of one token at least, and asks for one at least")
+            refusal = self.scheduler.refusal(each) or each.sampler.sampling.refusal(vocabulary)
+            if refusal is not None:
+                raise ValueError(refusal)
+        with self._changed:
+            if self._is_stopping:
+                raise EngineFull("the server is shutting down")
+            if self.requests + len(everyone) > self.waiting:
+                raise EngineFull(f"no more than {self.waiting} requests may be here at once: try again later")
+            for sibling in request.siblings:
+                sibling.leader = request
+            self._new += everyone
+        self._notify()
+
+    def cancel(self, request: Request) -> None:
+        """End a request before the next step; its `done` is called then."""
+        request.is_cancelled = True
+        self._notify()
+
+    def _notify(self) -> None:
+        """There is something to do."""
+        with self._changed:
+            self._has_news = True
+            self._changed.notify()
+
+    @property
+    def requests(self) -> int:
+        """Of all that have not ended."""
+        return len(self._new) + len(self.scheduler.requests)
+
+    def start(self) -> threading.Thread:
+        """Step in a thread, whenever there is something to do; again after `stop`, too."""
+        self._is_stopping = self._is_aborting = False
+        self._thread = threading.Thread(target=self._work, name="batch engine", daemon=True)
+        self._thread.start()
+        return self._thread
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, no step runs; the next one waits."""
+        with self._stepping:
+            yield
+
+    def stop(self, seconds: float | None = None) -> None:
+        """Take no more requests, finish those at hand within `seconds`, and break off the rest with `EngineFull`."""
+        with self._changed:
+            self._is_stopping = True
+        self._notify()
+        if self._thread is not None:
+            self._thread.join(seconds)
+            self._is_aborting = True
+            self._notify()
+            self._thread.join()
+            self._thread = None
+
+    def _wait(self) -> None:
+        """Until there is something to do: a request comes or leaves, was read or reaches its deadline."""
+
+        def is_awake() -> bool:
+            return self._has_news or (not self._is_reading if self.requests else self._is_stopping)
+
+        deadline = min((request.deadline for request in self.scheduler.requests), default=float("inf"))
+        seconds = min(max(deadline - time.monotonic(), 0), threading.TIMEOUT_MAX)
+        with self._changed:
+            self._changed.wait_for(is_awake, seconds)
+            self._has_news = False
+
+    def _work(self) -> None:
+        while True:
+            self._wait()
+            if not self.requests:
+                if self._is_stopping:
+                    return
+                continue
+            if self._is_aborting:
+                self._end_all(EngineFull("the server is shutting down"))
+                continue
+            try:
+                self.step()
+            except Exception as error:  # nobody shall wait for a thread that has ended
+                self._end_all(error)
+
+    # --- in the thread that steps --------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One step."""
+        with self._stepping:
+            self._admit()
+            ended = list(self.scheduler.ended())
+            for request in ended:
+                self._end(request)
+            was_read = self.prefixes.collect(self.scheduler.requests)
+            plan = self.scheduler.plan()
+            self._run_all(plan)
+            is_reading = any(request.reading is not None for request in self.scheduler.requests)
+            self._is_reading = is_reading and not (ended or was_read or plan.decoding or plan.chunks)
+        self.steps += 1
+
+    def _run_all(self, plan: Step) -> None:
+        for group in ([(request, 1) for request in plan.decoding], plan.chunks):
+            alone = [each for each in group if each[0].is_alone or self.batch_invariant]
+            together = [each for each in group if each not in alone]
+            for requests in filter(None, (together, *([each] for each in alone))):
+                self._run(requests)
+
+    def _admit(self) -> None:
+        with self._changed:
+            new, self._new = self._new, []
+            for request in new:
+                self.scheduler.add(request)
+
+    def _run(self, group: list[tuple[Request, int]]) -> None:
+        """Feed requests so many tokens each, and give those that are fed whole their next token."""
+        requests = [request for request, _ in group]
+        tokens = [request.tokens(request.fed, request.fed + count) for request, count in group]
+        try:
+            batch = Batch(self.pool, [request.sequence for request in requests], [count for _, count in group])
+            logits = next_logits(self.model, tokens, batch)
+            whole = [(i, request) for i, request in enumerate(requests) if request.fed == request.length]
+            rows = [(i, each) for i, request in whole for each in (request, *request.siblings)]
+            chosen = choose(logits[[i for i, _ in rows]], [each.sampler for _, each in rows]) if rows else []
+        except Exception as error:
+            self._broken_off(requests, error)
+            return
+        self.fed_tokens += sum(map(len, tokens))
+        for request in requests:
+            self.prefixes.fed(request)
+        for _, request in whole:
+            self._fork(request)
+        for (_, each), choice in zip(rows, chosen, strict=True):
+            self._take(each, choice)
+
+    def _fork(self, request: Request) -> None:
+        """The prompt is fed: the other answers to it go on from here. One that finds no memory waits for its turn and
+        is then computed by itself."""
+        siblings, request.siblings = request.siblings, []
+        for sibling in siblings:
+            sibling.leader, sibling.sequence = None, self.pool.fork(request.sequence)
+            self.prefixes.fork(request, sibling)
+
+    def _take(self, request: Request, choice: Choice) -> None:
+        request.new.append(choice.token)
+        request.sampler.note(choice.token)
+        try:
+            is_enough = request.take(choice)
+        except Exception as error:  # of one listener, which must not end the others
+            request.error, is_enough = error, True
+        if choice.token in request.ends or is_enough:
+            request.finish = "stop"
+        elif len(request.new) == request.max_new_tokens:
+            request.finish = "length"
+        if request.finish is not None:
+            self._end(request)
+
+    def _broken_off(self, requests: list[Request], error: Exception) -> None:
+        """A forward failed somewhere. What its requests hold is lost; each is computed again without the others, and
+        one that fails alone ends with the error."""
+        for request in requests:
+            if len(requests) == 1:
+                request.error = error
+                self._end(request, is_whole=False)
+            else:
+                self.scheduler.release(request, is_whole=False)
+                request.is_alone = True
+
+    def _end(self, request: Request, is_whole: bool = True) -> None:
+        self.scheduler.remove(request, is_whole)
+        request.done(request)
+
+    def _end_all(self, error: Exception) -> None:
+        self._admit()
+        for request in list(self.scheduler.requests):
+            request.error = error
+            self._end(request)
