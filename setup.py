@@ -49,6 +49,7 @@ setup(
         # tests/conversion/test_gguf.py, which also needs llama.cpp's source and is skipped without it
         "gguf": ["gguf", "xllamacpp"],
         "serve": ["fastapi", "prometheus-client", "simpy", "tqdm", "uvicorn"],
+        "structured": ["xgrammar>=0.2.9"],
         "test": [
             "datasets",
             "fastapi",
@@ -69,6 +70,7 @@ setup(
             "triton; platform_system == 'Linux'",
             "trl",
             "uvicorn",
+            "xgrammar>=0.2.9",
         ],
     },
     cmdclass={"build_py": BuildPackage},
