@@ -79,8 +79,11 @@ def test_single_preferences_against_a_reference(folder, tmp_path):
     assert first_step(trainer)["loss"] == pytest.approx(0.5, abs=1e-4)  # 1 - sigmoid(0)
 
 
-def test_rewards_beside_a_reference(folder, tmp_path):
-    settings = trl.GRPOConfig(str(tmp_path), beta=0.1, num_generations=2, max_completion_length=3, **SETTINGS)
+@pytest.mark.parametrize("batches", [False, True], ids=["generate", "generate_batch"])
+def test_rewards_beside_a_reference(folder, tmp_path, batches):
+    """Rollouts by `generate`, and by continuous batching."""
+    settings = {**SETTINGS, "use_transformers_continuous_batching": batches}
+    settings = trl.GRPOConfig(str(tmp_path), beta=0.1, num_generations=2, max_completion_length=3, **settings)
     trainer = trl.GRPOTrainer(
         policy(folder),
         reward_funcs=lambda completions, **kwargs: [float(len(set(each.split()))) for each in completions],
