@@ -44,7 +44,6 @@ TENSOR_PARALLEL = "parallel/test_tensor_parallel.py"
 BROKEN_OFF = "cache/test_broken_off.py"
 BATCHING = "serving/test_batching.py"
 MANAGER = "serving/test_batching_manager.py"
-BATCHING_PREFIXES = "serving/test_batching_prefixes.py"
 CLIENTS = "serving/test_clients.py"
 ROUTING = "model/test_router_replay.py"
 LABELS = "model/test_classification.py"
@@ -170,7 +169,7 @@ TESTS = {
     "serving/__init__.py": (SERVER,),
     "serving/apart.py": ("serving/test_apart.py",),
     "serving/batch.py": (BATCHING, "serving/test_apart.py"),
-    "serving/batching.py": (BATCHING, MANAGER, BATCHING_PREFIXES),
+    "serving/batching.py": (BATCHING, MANAGER),
     "serving/commands.py": ("serving/test_cache_commands.py", SERVER, ONE_LINE),
     "serving/engine.py": (SERVER, CLIENTS),
     "serving/manager.py": (MANAGER,),
@@ -178,10 +177,11 @@ TESTS = {
     "serving/prefix_cache.py": (PREFIX, SERVER),
     "serving/prefix_folder.py": ("serving/test_cache_commands.py", ODD_FOLDERS, PREFIX),
     "serving/prefix_index.py": (PREFIX, PRIVACY),
-    "serving/prefix_requests.py": (BATCHING_PREFIXES,),
-    "serving/prefix_store.py": (PREFIX, PRIVACY, BATCHING_PREFIXES),
+    "serving/prefix_requests.py": (BATCHING,),
+    "serving/prefix_store.py": (PREFIX, PRIVACY),
     "serving/replay.py": (REPLAY,),
     "serving/sampling.py": ("serving/test_sampling.py", "serving/test_structured.py"),
+    "serving/scheduler.py": (BATCHING,),
     "serving/server.py": (SERVER, CLIENTS),
     "serving/structured.py": ("serving/test_structured.py",),
     "serving/tiers.py": (TIERS, ODD_FOLDERS, PRIVACY, PREFIX),
