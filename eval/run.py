@@ -124,13 +124,15 @@ class Results:
                 os.truncate(file, len(whole))
         except OSError as error:
             raise EvalError(f"{file.parent} cannot be written: {error.strerror}") from error
-        written, self.lines, kept = whole.split(b"\n")[:-1], [], []
+        self.done, self.lines, kept = set(), [], []
+        written = whole.split(b"\n")[:-1]
         for line in written:
             with contextlib.suppress(ValueError):
                 self.lines.append(unsealed(json.loads(line)))
                 kept.append(line + b"\n")
         if written and not kept:
-            raise EvalError(f"{file} is not a file of results of this version: choose a new folder")
+            self._set_aside(written)
+            return
         for line in self.lines:
             other = [f"{name} {line.get(name)}" for name in identity if line.get(name) != identity[name]]
             if other:
@@ -143,6 +145,19 @@ class Results:
             with written_whole(file) as aside:
                 aside.write_bytes(b"".join(kept))
         self.done = set(counted)
+
+    def _set_aside(self, written: list[bytes]) -> None:
+        """Begin anew beside a file of which nothing can be used.
+
+        Raises:
+            EvalError: if its lines never had a checksum, as of another version or program.
+        """
+        if any(map(_never_sealed, written)):
+            raise EvalError(f"{self.file} is not a file of results of this version: choose a new folder")
+        aside = self.file.with_suffix(f".damaged{self.file.suffix}")
+        os.replace(self.file, aside)
+        touch(self.file)
+        logger.warning("%s: every line is damaged; they are kept as %s, and all is asked again", self.file, aside.name)
 
     def key(self, line: dict) -> tuple:
         return tuple(line[name] for name in self._key)
@@ -172,6 +187,15 @@ class Results:
             ) from error
         self.lines += lines
         self.done |= {self.key(line) for line in lines}
+
+
+def _never_sealed(line: bytes) -> bool:
+    """Whether no damage makes this of a line of ours: a record without a checksum, or what looks like no record."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return not (line.startswith(b"{") or line.endswith(b"}"))
+    return not isinstance(record, dict) or "checksum" not in record
 
 
 def touch(file: Path) -> None:

@@ -265,6 +265,18 @@ def test_damaged_results_are_asked_again(uninterrupted, tmp_path, caplog):
     assert "results.jsonl: 9 damaged lines are taken out and asked again" in caplog.text
 
 
+@pytest.mark.one_release
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_file_in_which_every_line_is_damaged_is_set_aside(count, uninterrupted, tmp_path, caplog):
+    lines = results(uninterrupted).splitlines(keepends=True)[:count]
+    damaged = b"".join(line.replace(b'"score"', b'"scare"') for line in lines)
+    (tmp_path / "results.jsonl").write_bytes(damaged)
+    evaluate(Oracle(), LETTERS, NOISE, PLAN, tmp_path)
+    assert results(tmp_path) == results(uninterrupted)
+    assert (tmp_path / "results.damaged.jsonl").read_bytes() == damaged
+    assert "results.jsonl: every line is damaged; they are kept as results.damaged.jsonl" in caplog.text
+
+
 def test_a_full_disk_keeps_what_was_answered(uninterrupted, tmp_path):
     resource = pytest.importorskip("resource")
     usual, room = resource.getrlimit(resource.RLIMIT_FSIZE), len(results(uninterrupted)) // 2
