@@ -9,6 +9,7 @@ be preferred to ones whose words are shuffled, and GRPO is rewarded for short wo
 import argparse
 import random
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from transformers import (
 )
 
 import kimi_k3
+from kimi_k3.cli.common import Parser, add_debug, run_or_explain
 from kimi_k3.training import ReplayGRPOTrainer, lora_targets
 
 SMALL = Path(kimi_k3.__file__).parent / "checkpoints" / "small"
@@ -162,12 +164,16 @@ def trainer_of(kind: str, folder: str | Path = SMALL, steps: int | None = None) 
     return trainer
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", choices=[[], *KINDS], metavar="KIND", help=f"{', '.join(KINDS)}; or all")
     parser.add_argument("--model", default=SMALL, help="folder of a checkpoint (default: the small one)")
     parser.add_argument("--steps", type=int, help="instead of the usual number")
-    args = parser.parse_args()
+    add_debug(parser)
+    return run_or_explain(parser.prog, run, parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> None:
     for kind in args.kinds or KINDS:
         began = time.perf_counter()
         trainer, key = trainer_of(kind, args.model, args.steps), KINDS[kind][1]
@@ -179,4 +185,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

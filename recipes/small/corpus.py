@@ -15,7 +15,6 @@ One document is one address or one chapter, in chronological order. Every 50th d
 whole, which spreads the held-out text over all periods and books. A line that holds a form feed separates documents.
 """
 
-import argparse
 import hashlib
 import json
 import re
@@ -27,6 +26,8 @@ import tempfile
 import zipfile
 import zlib
 from pathlib import Path
+
+from kimi_k3.cli.common import Parser, UsageError, add_debug, broken, run_or_explain
 
 SEPARATOR = "\n\f\n"
 HELD_OUT_EVERY = 50
@@ -67,7 +68,7 @@ def download(folder):
 def find(folder, pattern):
     matches = sorted(Path(folder).glob(pattern))
     if not matches:
-        raise SystemExit(f"{folder} holds no {pattern}; run without --packages to download it")
+        raise UsageError(f"{folder} holds no {pattern}; run without --packages to download it")
     return matches[-1]
 
 
@@ -172,13 +173,18 @@ def build(folder, out):
     return summary
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Build the training text of the small checkpoint.")
+def main(argv=None):
+    parser = Parser(description="Build the training text of the small checkpoint.")
     parser.add_argument("--out", type=Path, required=True, help="folder for train.txt, valid.txt and corpus.json")
     parser.add_argument("--packages", type=Path, help="folder with the three packages; default: download them")
-    arguments = parser.parse_args()
+    add_debug(parser)
+    return run_or_explain(parser.prog, run, parser.parse_args(argv))
+
+
+def run(arguments):
     if arguments.packages:
-        summary = build(arguments.packages, arguments.out)
+        with broken(f"the packages in {arguments.packages} cannot be used"):
+            summary = build(arguments.packages, arguments.out)
     else:
         with tempfile.TemporaryDirectory() as folder:
             download(folder)
@@ -187,4 +193,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,15 +3,16 @@
 python recipes/small/measure.py --data .data --checkpoint checkpoints/small
 """
 
-import argparse
 import json
 import math
 import random
+import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from kimi_k3.cli.common import Parser, add_debug, broken, choose_device, load_model, load_tokenizer, run_or_explain
 from kimi_k3.eval import TASKS, ModelReader, Tokens, open_haystack
 from kimi_k3.eval.suite import Unit
 from kimi_k3.eval.words import NEEDLE
@@ -151,25 +152,26 @@ def evaluate_suite(model, corpus, lengths, count):
     }
 
 
-def main():
-    from transformers import AutoTokenizer
-
-    from kimi_k3 import KimiK3ForCausalLM
-
-    parser = argparse.ArgumentParser(description="Evaluate the small checkpoint.")
+def main(argv=None):
+    parser = Parser(description="Evaluate the small checkpoint.")
     parser.add_argument("--data", type=Path, required=True, help="folder with valid.txt and corpus.json")
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--contexts", type=int, nargs="*", default=[1024, 2048], help="lengths for recall")
     parser.add_argument("--count", type=int, default=20, help="texts at each length and number of keys")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    arguments = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
-    model = KimiK3ForCausalLM.from_pretrained(arguments.checkpoint, dtype="auto").to(arguments.device)
-    corpus = Corpus(arguments.data, "valid", tokenizer)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_debug(parser)
+    return run_or_explain(parser.prog, run, parser.parse_args(argv))
+
+
+def run(arguments):
+    device, tokenizer = choose_device(arguments.device), load_tokenizer(arguments.checkpoint)
+    with broken(f"the text in {arguments.data} cannot be used"):
+        corpus = Corpus(arguments.data, "valid", tokenizer)
+    model = load_model(arguments.checkpoint, device)
     results = evaluate(model, corpus, arguments.contexts, arguments.count)
     results |= evaluate_suite(model, corpus, arguments.contexts, arguments.count)
     print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

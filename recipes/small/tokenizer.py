@@ -7,12 +7,14 @@ token is added, so decoding returns exactly the text that was encoded.
     python recipes/small/tokenizer.py --data .data      # reads .data/train.txt, writes the folder .data/tokenizer
 """
 
-import argparse
 import json
+import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from kimi_k3.cli.common import Parser, add_debug, broken, run_or_explain
 
 VOCAB_SIZE = 2048
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"  # ids 0, 1, 2
@@ -57,12 +59,17 @@ def save_tokenizer(tokenizer, folder):
     path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Train the tokenizer of the small checkpoint.")
+def main(argv=None):
+    parser = Parser(description="Train the tokenizer of the small checkpoint.")
     parser.add_argument("--data", type=Path, required=True, help="folder with train.txt")
     parser.add_argument("--out", type=Path, help="folder for the tokenizer; default: DATA/tokenizer")
-    arguments = parser.parse_args()
-    text = (arguments.data / "train.txt").read_text(encoding="utf-8")
+    add_debug(parser)
+    return run_or_explain(parser.prog, run, parser.parse_args(argv))
+
+
+def run(arguments):
+    with broken(f"the text in {arguments.data} cannot be used"):
+        text = (arguments.data / "train.txt").read_text(encoding="utf-8")
     tokenizer = train_tokenizer(text.split("\f"))
     save_tokenizer(tokenizer, arguments.out or arguments.data / "tokenizer")
     tokens = len(tokenizer.backend_tokenizer.encode(text).ids)
@@ -70,4 +77,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

