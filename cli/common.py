@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib.util
+import io
 import os
 import signal
 import sys
@@ -43,6 +44,8 @@ def run_or_explain(prog: str, run, args: argparse.Namespace) -> int:
         0; 2 for an error that the user can mend; 1 for any other; 130 after Ctrl-C and 143 after SIGTERM; 141 when
         nobody reads the output any more.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # generated texts have characters that not every terminal knows
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _terminable():
             run(args)

@@ -175,11 +175,12 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 def read_prompt(args: argparse.Namespace) -> str:
     """The prompt from `--prompt` or `--prompt-file`, unchanged."""
     try:
-        prompt = args.prompt if args.prompt_file is None else args.prompt_file.read_text(encoding="utf-8")
+        prompt = args.prompt if args.prompt_file is None else args.prompt_file.read_bytes().decode("utf-8")
+        prompt.encode("utf-8")  # what is no text in a command line comes as halves of surrogate pairs
     except OSError as error:
         raise UsageError(f"cannot read {args.prompt_file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{args.prompt_file} is not UTF-8 text") from error
+    except UnicodeError as error:
+        raise UsageError(f"{args.prompt_file or 'the prompt'} is not UTF-8 text") from error
     if not prompt.strip():
         raise UsageError("the prompt is empty")
     return prompt

@@ -1,7 +1,11 @@
 """The command line and the demo: refusals are one sentence and exit code 2, results are those of `generate()`."""
 
+import argparse
+import io
+import os
 import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -122,6 +126,8 @@ def test_refuses_a_prompt_file_that_is_not_text(without_weights, tmp_path, capsy
     path = tmp_path / "prompt.bin"
     path.write_bytes(b"\xff\xfe\x00")
     assert "is not UTF-8 text" in refusal(capsys, cli.main, ["generate", without_weights, "--prompt-file", path])
+    half = os.fsdecode(b"caf\xe9")  # how Python passes on such an argument
+    assert "the prompt is not UTF-8 text" in refusal(capsys, cli.main, ["generate", without_weights, "--prompt", half])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -160,10 +166,17 @@ def test_generate_streams_what_the_model_generates(checkpoint, capsys):
 
 def test_generate_reads_the_prompt_from_a_file(checkpoint, tmp_path, capsys):
     path = tmp_path / "prompt.txt"
-    path.write_text("Überall, 北京\n", encoding="utf-8")
+    path.write_bytes("Überall, 北京\r\n".encode())
     from_file, _ = continuation(capsys, checkpoint, "--prompt-file", path, "--max-new-tokens", 8)
-    given, _ = continuation(capsys, checkpoint, "--prompt", "Überall, 北京\n", "--max-new-tokens", 8)
+    given, _ = continuation(capsys, checkpoint, "--prompt", "Überall, 北京\r\n", "--max-new-tokens", 8)
     assert from_file == given
+
+
+def test_a_terminal_without_the_characters_of_a_text_shows_their_numbers(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert common.run_or_explain("a command", lambda args: print("北 a"), argparse.Namespace(debug=False)) == 0
+    assert written.getvalue() == b"\\u5317 a\n"
 
 
 def test_seed_decides_the_sample(checkpoint, capsys):
