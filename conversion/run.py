@@ -16,7 +16,7 @@ from ..files_kimi_k3 import DamagedFile, file_digest, load_record, save_record, 
 from ..runs_kimi_k3 import lock
 from .plan import Plan, Shard, Target, make_plan
 from .source import INDEX, Checkpoint, ConversionError, open_checkpoint
-from .steps import carry_out
+from .steps import carry_out, write_at
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ def _write_shard(shard: Shard, files: Path, pool: ThreadPoolExecutor, bar, unusa
     with unfinished.open("wb") as file:
         descriptor = file.fileno()
         os.ftruncate(descriptor, size)  # what no step writes is zero: the tail of `A_log`
-        os.pwrite(descriptor, head, 0)
+        write_at(descriptor, memoryview(head), 0)
         jobs = [pool.submit(carry_out, step, shard, descriptor, begins) for step in shard.steps]
         try:
             for step, job in zip(shard.steps, jobs, strict=True):

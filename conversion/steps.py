@@ -64,7 +64,7 @@ def carry_out(step: Step, shard: Shard, descriptor: int, begins: dict[str, int])
         results, wide = _compute(step, parts, dtype)
         for result, offset in zip(results, offsets, strict=True):
             row_bytes = result[0].numel() * result.element_size()
-            _write(descriptor, memoryview(raw(result).numpy()), offset + start * row_bytes)
+            write_at(descriptor, memoryview(raw(result).numpy()), offset + start * row_bytes)
         if rounding is not None:
             rounding.add(wide, dequantize_mxfp4(*results, torch.float64) if step.kind == "pack" else results[0])
     return rounding, True
@@ -116,11 +116,12 @@ def _copy(step, descriptor, offset):
         stored.source.read_into(piece, stored.offset + start)
         values = torch.frombuffer(piece, dtype=DTYPES[stored.dtype])  # pieces are whole numbers of values
         finite = finite and not count_unusable(stored.name, values)
-        _write(descriptor, piece, offset + start)
+        write_at(descriptor, piece, offset + start)
     return finite
 
 
-def _write(descriptor, view, offset):
+def write_at(descriptor, view, offset):
+    """Write all bytes of a view: a disk that is nearly full takes a part of them and says nothing."""
     while view:
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count

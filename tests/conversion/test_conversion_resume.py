@@ -421,6 +421,15 @@ def test_a_disk_that_fills_up_leaves_no_target(data_dir, tmp_path, monkeypatch):
     convert(data_dir / "kimi_linear_flat", tmp_path / "new")
 
 
+def test_a_disk_that_takes_a_part_of_what_is_written_gets_the_rest(data_dir, tmp_path, monkeypatch):
+    """Of headers too: a system that has little room left takes a part and reports no error."""
+    source, pwrite = data_dir / "kimi_linear_flat", os.pwrite
+    convert(source, tmp_path / "whole")
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, view, place: pwrite(descriptor, view[:4099], place))
+    convert(source, tmp_path / "parts")
+    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+
+
 def test_torch_save_files_are_read_only_when_asked(data_dir, tmp_path):
     """Refused with the reason; with weights_only, tensors are read and code is not."""
     source = tmp_path / "source"
