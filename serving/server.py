@@ -36,7 +36,8 @@ class Limits:
     """Tokens of a prompt and of an answer, seconds of a request (waiting included), waiting requests, bytes of a body
     and of all bodies at once, connections, and the seconds that a stop leaves for requests under way.
 
-    A body may have fewer bytes than `body_bytes` where the longest prompt needs fewer.
+    A body may have fewer bytes than `body_bytes` where the longest prompt needs fewer. One that is no larger than its
+    share of `all_body_bytes`, if every connection had one, is read whatever others sent: so bodies may be twice that.
     """
 
     prompt_tokens: int
@@ -145,11 +146,12 @@ class WholeBody:
     Args:
         most: bytes of a body.
         most_kept: bytes of the bodies of all requests that are not answered yet.
+        always: bytes of a body that is never one too many, however much others sent.
         seconds: from a request's headers to the end of its body.
     """
 
-    def __init__(self, app, most: int, most_kept: int, seconds: float):
-        self.app, self.most, self.most_kept, self.seconds = app, most, most_kept, seconds
+    def __init__(self, app, most: int, most_kept: int, always: int, seconds: float):
+        self.app, self.most, self.most_kept, self.always, self.seconds = app, most, most_kept, always, seconds
         self.kept = 0
 
     async def __call__(self, scope, receive, send):
@@ -176,15 +178,26 @@ class WholeBody:
             self.kept += more
             if size > self.most:
                 raise self._too_large()
-            if self.kept > self.most_kept:
+            if self.kept > self.most_kept and size > self.always:
                 raise HTTPException(503, "the server is reading as much as it can keep: try again later")
             whole = not message.get("more_body", False)
             return message
 
-        try:
-            await self.app(scope, limited, send)
-        finally:
+        def forget():
+            nonlocal size
             self.kept -= size
+            size = 0
+
+        async def forgetting(message):
+            # before the client has the last byte: its next body may be here before the application has returned
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                forget()
+            await send(message)
+
+        try:
+            await self.app(scope, limited, forgetting)
+        finally:
+            forget()
 
     def _too_large(self):
         return HTTPException(413, f"the request has more than {self.most:,} bytes")
@@ -231,7 +244,8 @@ def build_app(cache: PrefixCache, tokenizer, name: str, limits: Limits) -> FastA
     # a character is up to six bytes of JSON, a token id up to twelve with what is around it
     needed = max(6 * reader.most_bytes, 12 * limits.prompt_tokens) + OTHER_FIELDS
     most, seconds = min(limits.body_bytes, needed), limits.connections.body_seconds
-    app.add_middleware(WholeBody, most=most, most_kept=limits.all_body_bytes, seconds=seconds)
+    always = limits.all_body_bytes // limits.connections.connections
+    app.add_middleware(WholeBody, most=most, most_kept=limits.all_body_bytes, always=always, seconds=seconds)
 
     @app.exception_handler(RequestValidationError)
     async def wrong_request(request, error):

@@ -3,6 +3,7 @@
 Everything is asked over real connections, so that it holds for any engine behind the server.
 """
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -17,10 +18,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.exceptions import HTTPException
 from transformers import AutoTokenizer
 
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.serving.connections import ConnectionLimits
+from kimi_k3.serving.server import WholeBody
 from running_server import PROMPT, SMALL, Running, limits
 from waiting import PATIENCE, until
 
@@ -259,6 +262,50 @@ def test_bodies_are_counted_together(model):
         half.close()
     until(lambda: server.ask(max_tokens=1).status_code == 200)
     assert server.stop()
+
+
+def test_a_body_is_forgotten_before_its_answer_is_whole_and_a_small_one_is_never_one_too_many():
+    """A client's next body may be here while the application still tidies up behind the answer."""
+    counted, answered, tidies_up = [], asyncio.Event(), [True]
+
+    async def app(scope, receive, send):
+        while (await receive())["more_body"]:
+            pass
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        await send({"type": "http.response.body", "body": b"b"})
+        if tidies_up:
+            await asyncio.Event().wait()
+
+    async def body_of(size):
+        parts = iter([{"body": b"x" * size, "more_body": True}, {"body": b"", "more_body": False}])
+
+        async def receive():
+            return next(parts)
+
+        await whole({"type": "http", "headers": []}, receive, send)
+
+    async def send(message):
+        counted.append(whole.kept)
+        if message.get("body") == b"b":
+            answered.set()
+
+    async def requests():
+        first = asyncio.create_task(body_of(60))
+        await answered.wait()
+        assert counted == [60, 60, 0]
+        first.cancel()
+        await asyncio.wait([first])
+        assert whole.kept == 0
+        tidies_up.clear()
+        whole.kept = 100  # of others
+        with pytest.raises(HTTPException, match="as much as it can keep"):
+            await body_of(11)
+        await body_of(10)
+        assert whole.kept == 100
+
+    whole = WholeBody(app, most=100, most_kept=100, always=10, seconds=PATIENCE)
+    asyncio.run(requests())
 
 
 def test_a_client_that_leaves_the_queue_makes_room_at_once(model):
