@@ -202,6 +202,7 @@ def run_serve(args: argparse.Namespace) -> None:
         from . import server
         from .connections import uvicorn_options
         from .prefix_cache import PrefixCache
+        from .stopping import CompletionServer
     device = choose_device(args.device)
     config = read_config(args.model)
     tokenizer = load_tokenizer(args.model)
@@ -223,7 +224,8 @@ def run_serve(args: argparse.Namespace) -> None:
         f"at most {limits.stop_seconds:g} seconds",
         file=sys.stderr,
     )
-    uvicorn.run(app, host=args.host, port=args.port, **uvicorn_options(open_at_once, limits.stop_seconds))
+    options = uvicorn.Config(app, host=args.host, port=args.port, **uvicorn_options(open_at_once))
+    CompletionServer(options, app.state.engine, limits.stop_seconds).run_until_stopped()
 
 
 # name: (help, declares the arguments, runs)

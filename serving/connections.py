@@ -99,12 +99,11 @@ def _stopped(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
-def uvicorn_options(limits: ConnectionLimits, stop_seconds: float) -> dict:
-    """Keyword arguments of `uvicorn.run` and `uvicorn.Config`; a stop leaves `stop_seconds` to requests under way."""
+def uvicorn_options(limits: ConnectionLimits) -> dict:
+    """Keyword arguments of `uvicorn.Config`."""
     return {
         "http": type("Connection", (LimitedConnection,), {"limits": limits}),
         "ws": "none",  # an upgrade would leave the protocol, and with it the limits
         "h11_max_incomplete_event_size": limits.header_bytes,
         "log_level": "warning",
-        "timeout_graceful_shutdown": int(stop_seconds),
     }

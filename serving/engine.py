@@ -11,6 +11,8 @@ from transformers import TextStreamer
 
 from .prefix_cache import PrefixCache
 
+LAST_STEP = 10  # seconds: a step that was begun is not interrupted
+
 
 class EngineFull(Exception):
     """No more requests are taken: too many wait, or the server is going down."""
@@ -113,14 +115,23 @@ class Engine:
         return self._thread.is_alive()
 
     def stop(self, seconds: float) -> None:
-        """Take no more jobs, finish those at hand within `seconds`, break off the rest, write the prefixes."""
+        """Take no more jobs, finish those at hand within `seconds`, break off the rest, write the prefixes.
+
+        A step that then goes on for `LAST_STEP` is left to the end of the process, and with it what was not written.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        self._thread.join(seconds)
+        if not self._aborting.is_set():
+            self._thread.join(seconds)
+        self.abort()
+        self._thread.join(LAST_STEP)
+        if not self.alive:
+            self.cache.close()
+
+    def abort(self) -> None:
+        """Break off what runs, and refuse what waits."""
         self._aborting.set()
-        self._thread.join()
-        self.cache.close()
 
     def _next(self) -> Job | None:
         with self._changed:

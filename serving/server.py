@@ -241,6 +241,7 @@ def build_app(cache: PrefixCache, tokenizer, name: str, limits: Limits) -> FastA
         await asyncio.to_thread(engine.stop, limits.stop_seconds)
 
     app = FastAPI(title="kimi-k3", lifespan=lifespan)
+    app.state.engine = engine
     # a character is up to six bytes of JSON, a token id up to twelve with what is around it
     needed = max(6 * reader.most_bytes, 12 * limits.prompt_tokens) + OTHER_FIELDS
     most, seconds = min(limits.body_bytes, needed), limits.connections.body_seconds

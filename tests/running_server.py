@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from kimi_k3.serving.connections import uvicorn_options
 from kimi_k3.serving.prefix_cache import PrefixCache
 from kimi_k3.serving.server import Limits, build_app
+from kimi_k3.serving.stopping import CompletionServer
 from waiting import PATIENCE, until
 
 SMALL = Path(__file__).parents[1] / "checkpoints" / "small"
@@ -30,7 +31,8 @@ class Running:
         self.model, self.tokenizer = model, tokenizer or AutoTokenizer.from_pretrained(SMALL)
         self.cache = PrefixCache(model, 1 << 28, block=16, every=512, **cache_options)
         app = build_app(self.cache, self.tokenizer, "small", limits)
-        self.server = uvicorn.Server(uvicorn.Config(app, **uvicorn_options(limits.connections, limits.stop_seconds)))
+        options = uvicorn.Config(app, **uvicorn_options(limits.connections))
+        self.server = CompletionServer(options, app.state.engine, limits.stop_seconds)
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]

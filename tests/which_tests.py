@@ -184,6 +184,7 @@ TESTS = {
     "serving/scheduler.py": (BATCHING,),
     "serving/server.py": (SERVER, CLIENTS),
     "serving/structured.py": ("serving/test_structured.py",),
+    "serving/stopping.py": ("serving/test_stop.py",),
     "serving/tiers.py": (TIERS, ODD_FOLDERS, PRIVACY, PREFIX),
     "speculative/__init__.py": ("speculative/test_speculative.py",),
     "speculative/decoding.py": ("speculative/test_speculative.py",),

@@ -109,7 +109,7 @@ def test_damaged_files_are_named_in_one_line(whole, tmp_path, capsys, monkeypatc
     def started(*args, **options):
         raise AssertionError("the server was started")
 
-    monkeypatch.setattr(uvicorn, "run", started)
+    monkeypatch.setattr(uvicorn.Server, "run", started)
     wrong = []
     for number, (file, name, content, command) in enumerate(cases()):
         model = tmp_path / f"{number}"

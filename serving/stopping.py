@@ -1,0 +1,79 @@
+"""How the server ends: Ctrl-C and SIGTERM let requests under way end, for a while, and say in one line how it went.
+
+first signal        no new connections; who waits or is answered has `seconds`
+`seconds` later     the engine breaks off what runs: its clients are told so
+`ANSWERS` later     connections that are still there are closed
+`LAST_STEP` later   the process ends, whatever the engine still computes
+second signal       the process ends at once
+"""
+
+import asyncio
+import os
+import signal
+from typing import NoReturn
+
+import uvicorn
+
+from ..runs_kimi_k3 import Terminated
+from .engine import Engine
+
+ANSWERS = 2  # seconds in which clients take the last of their answers
+
+
+class CompletionServer(uvicorn.Server):
+    """uvicorn's server, which ends as the other commands do.
+
+    uvicorn itself cancels its requests, whose tracebacks it then logs, and leaves the engine's thread to whatever ends
+    the process.
+
+    Args:
+        seconds: that a stop leaves to requests under way.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, seconds: float):
+        super().__init__(config)
+        self.engine, self.seconds, self.broken_off = engine, seconds, 0
+        self._stop: KeyboardInterrupt | None = None
+
+    def handle_exit(self, sig, frame):
+        if self._stop is not None:
+            _end(sig, "requests under way were not answered")
+        self._stop = Terminated() if sig == signal.SIGTERM else KeyboardInterrupt()
+        self.should_exit = True
+        if self.server_state.tasks:
+            waiting = f"requests under way have {self.seconds:g} seconds; a second Ctrl-C ends the server at once"
+            os.write(2, f"\nkimi-k3 serve: {waiting}\n".encode())
+
+    async def shutdown(self, sockets=None):
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.seconds, self._break_off)
+        loop.call_later(self.seconds + ANSWERS, self._close_connections)
+        await super().shutdown(sockets)
+
+    def _break_off(self):
+        self.broken_off = len(self.server_state.tasks)
+        self.engine.abort()
+
+    def _close_connections(self):
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    def run_until_stopped(self) -> None:
+        """Serve until a signal.
+
+        Raises:
+            KeyboardInterrupt: of the signal, with a sentence about the requests under way.
+        """
+        self.run()
+        if self._stop is not None:
+            late = f"requests that were not answered within {self.seconds:g} seconds, and broken off: {self.broken_off}"
+            said = late if self.broken_off else "every request was answered"
+            if self.engine.alive:
+                _end(signal.SIGTERM if isinstance(self._stop, Terminated) else signal.SIGINT, said)
+            raise type(self._stop)(said)
+
+
+def _end(number: int, said: str) -> NoReturn:
+    """End the process although threads compute, for which Python would wait or under which it would abort."""
+    os.write(2, f"\nkimi-k3 serve: interrupted; {said}\n".encode())
+    os._exit(128 + number)
