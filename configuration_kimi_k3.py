@@ -125,6 +125,18 @@ def _is_of_others(section: Any) -> bool:
     return method is not None and method not in ("compressed-tensors", "mxfp4")
 
 
+def _check_packing(section: Any) -> None:
+    """Refuse a `quantization_config` of compressed-tensors that is not about packed MXFP4 experts."""
+    if not isinstance(section, dict):
+        raise ValueError(f"quantization_config must be a dict, got {_shown(section)}")
+    if section.get("format") != MXFP4_FORMAT:
+        raise ValueError(
+            f"quantization_config.format {_shown(section.get('format'))} is not implemented: of compressed-tensors' "
+            f"formats routed experts in {MXFP4_FORMAT!r} are read; take the model before it was quantised, or "
+            "decompress it with the library that wrote it"
+        )
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -286,7 +298,9 @@ class KimiK3TextConfig(_FileConfig):
             # Some tools copy the quantization section to the top level; a quantizer of transformers has its own there.
             section, text = config_dict.get("quantization_config"), config_dict["text_config"]
             config_dict = {"quantization_config": section, **text}
-            if _is_of_others(section):
+            if section is not None and not _is_of_others(section):
+                _check_packing(section)
+            elif section is not None:
                 config_dict |= {"quantization_config": section, "expert_quantization": text.get("quantization_config")}
         if config_dict.get("model_type") == "kimi_linear":
             config_dict = {**config_dict, "model_type": cls.model_type}
@@ -531,8 +545,8 @@ class KimiK3TextConfig(_FileConfig):
                 raise ValueError(f"activation_situ_linear_beta must be a positive number or null, got {value}")
         if self.num_experts:
             self._validate_experts()
-        elif self.expert_quantization is not None:
-            raise ValueError("quantization_config packs routed experts, but num_experts is 0: remove one of the two")
+        if self.expert_quantization is not None:
+            self._validate_quantization()
 
     def _validate_experts(self):
         for name in ("num_experts_per_token", "moe_intermediate_size"):
@@ -563,18 +577,11 @@ class KimiK3TextConfig(_FileConfig):
             )
         if groups > 1 and self.num_experts // groups < 2:
             raise ValueError("num_expert_group leaves groups of one expert; a group is scored by its two best experts")
-        if self.expert_quantization is not None:
-            self._validate_quantization()
 
     def _validate_quantization(self):
-        quantization = self.expert_quantization
-        if not isinstance(quantization, dict):
-            raise ValueError(f"quantization_config must be a dict, got {_shown(quantization)}")
-        if quantization.get("format") != MXFP4_FORMAT:
-            raise ValueError(
-                f"quantization_config.format {_shown(quantization.get('format'))} is not implemented; "
-                f"routed experts may be packed as {MXFP4_FORMAT!r}"
-            )
+        _check_packing(self.expert_quantization)
+        if not self.num_experts:
+            raise ValueError("quantization_config packs routed experts, but num_experts is 0: remove one of the two")
         for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
             size = getattr(self, name) or self.hidden_size
             if size % MXFP4_GROUP:
@@ -664,8 +671,10 @@ class KimiK3Config(_FileConfig):
         section = kwargs.get("quantization_config")
         if section is not None and not _is_of_others(section):
             del kwargs["quantization_config"]
+            _check_packing(section)
             if self.text_config.expert_quantization is None:
                 self.text_config.expert_quantization = section
+                self.text_config._validate_quantization()
         super().__post_init__(**kwargs)
         if self.vision_config is not None and self.vision_config.text_hidden_size != self.text_config.hidden_size:
             raise ValueError(

@@ -464,6 +464,13 @@ REFUSALS = {
     "bias": ({"attention_bias": True}, "attention_bias must be false"),
     "two-lengths": ({"model_max_length": 8192}, "max_position_embeddings (4096) and model_max_length (8192) differ"),
     "unknown-packing": ({"quantization_config": {"format": "nvfp4"}}, "quantization_config.format 'nvfp4'"),
+    **{
+        f"{name}-of-dense-layers": (
+            {"num_experts": None, "quantization_config": {"quant_method": "compressed-tensors", "format": name}},
+            f"quantization_config.format '{name}' is not implemented",
+        )
+        for name in ("pack-quantized", "float-quantized")
+    },
     "packed-width-not-of-groups": (
         {"moe_intermediate_size": 48},
         "moe_intermediate_size (48) must be a multiple of 32",
@@ -506,6 +513,19 @@ def test_refusal_names_the_field(case, k3_text):
     with pytest.raises(ValueError) as caught:
         KimiK3Config(text_config=k3_text)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("inner", [True, False], ids=["beside-packed-experts", "alone"])
+def test_another_packing_at_the_top_is_refused(inner, k3_text, tmp_path):
+    """As tools write it that quantise a multimodal folder: read by either class, it is not about the experts."""
+    if not inner:
+        del k3_text["quantization_config"]
+    section = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    folder = {"model_type": "kimi_k3", "text_config": k3_text, "quantization_config": section}
+    (tmp_path / "config.json").write_text(json.dumps(folder))
+    for config_class in (KimiK3Config, KimiK3TextConfig):
+        with pytest.raises(ValueError, match=r"quantization_config\.format 'float-quantized' is not implemented"):
+            config_class.from_pretrained(tmp_path)
 
 
 def test_refusals_between_the_parts(k3_text, data_dir):
