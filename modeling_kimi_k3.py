@@ -392,7 +392,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         check_mask(attention_mask)
         layers = self.layers[: self.config.num_hidden_layers]  # lowered while a draft exits early
-        routed_experts = checked_routing(routed_experts, output_routed_experts, embeds, layers, self.config)
+        wants_routers = bool(output_routed_experts or output_router_logits)
+        routed_experts = checked_routing(routed_experts, wants_routers, embeds, layers, self.config)
         packing = find_packing(attention_mask, position_ids, packed_offsets(kwargs), embeds, cache)
         cache = self._cache_to_fill(cache, packing, embeds, use_cache)
         if cache is not None:

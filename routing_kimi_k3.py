@@ -23,7 +23,7 @@ def checked_routing(
 
     Args:
         routed_experts: what a forward was given, [B, T, MoE layers, experts a token], or None.
-        wanted: whether it is to return what its routers choose.
+        wanted: whether it is to return what its routers say or choose.
         embeds: [B, T, hidden].
         layers: all decoder layers of the forward.
 
@@ -34,7 +34,10 @@ def checked_routing(
         return None
     moe_layers = sum(hasattr(layer, "block_sparse_moe") for layer in layers)
     if not moe_layers:
-        raise RefusedForward("this model has no routed experts: leave routed_experts and output_routed_experts out")
+        raise RefusedForward(
+            "this model has no routed experts: leave routed_experts, output_routed_experts and output_router_logits "
+            "out (trl asks for the last one where router_aux_loss_coef is set)"
+        )
     if routed_experts is None:
         return None
     expected, most = [*embeds.shape[:2], moe_layers, config.num_experts_per_token], (config.num_experts or 0) - 1

@@ -9,6 +9,8 @@ import math
 import shutil
 
 import pytest
+import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -91,3 +93,26 @@ def test_rewards_beside_a_reference(folder, tmp_path, batches):
         train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
     )
     assert abs(first_step(trainer)["kl"]) < 1e-4
+
+
+def test_the_auxiliary_loss_that_trl_makes_of_router_logits(folder, tmp_path):
+    """Mixtral's: E times the share of choices of an expert by its mean probability, summed, over all layers at once.
+
+    Of a softmax of the logits, and of choices without the selection bias.
+    """
+    data = datasets.Dataset.from_dict({"text": PROMPTS})
+    settings = trl.SFTConfig(str(tmp_path), max_length=16, router_aux_loss_coef=0.1, **SETTINGS)
+    trainer = trl.SFTTrainer(policy(folder), args=settings, train_dataset=data)
+    if "mxfp4" not in folder.name:
+        with pytest.raises(ValueError, match=r"no routed experts: .* \(trl asks .* router_aux_loss_coef is set\)"):
+            trainer.train()
+        return
+    (batch,) = trainer.get_train_dataloader()
+    with torch.no_grad():
+        logits = trainer.model(**batch, output_router_logits=True).router_logits
+    config, real = trainer.model.config.get_text_config(), batch["attention_mask"].flatten().bool()
+    assert len(logits) == 6 and not real.all()
+    scores = torch.cat([layer[real] for layer in logits]).double()
+    chosen = F.one_hot(scores.topk(config.num_experts_per_token).indices, config.num_experts).double()
+    expected = config.num_experts * (chosen.sum(1).mean(0) * scores.softmax(-1).mean(0)).sum()
+    assert first_step(trainer)["aux_loss"] == pytest.approx(expected.item(), rel=1e-5)
