@@ -49,6 +49,9 @@ def test_careless_edits(line, expected):
         "x = f(a, device=b, strict=True)",
         "# Pairs at once, measured.\nMOST = 2",
         "MOST = 2  # bounds the memory",
+        "x = torch.empty(0)",
+        "if x.is_cuda:\n    y = x + 1",
+        'x = tl.dot(a, a, input_precision="ieee")',
     ],
 )
 def test_what_no_test_could_notice(source):
