@@ -50,6 +50,47 @@ def refusal(capsys, program, argv) -> str:
     return err.strip()
 
 
+# What a command does about an option that is left out; one that is not named here is off or decided later.
+DEFAULTS = {
+    "generate": {"--max-new-tokens": 128, "--temperature": 0.0, "--top-p": 1.0, "--seed": 0, "--device": "auto",
+                 "--dtype": "auto"},
+    "train": {"--context": 1024, "--rows": 16, "--rate": 1e-3, "--save-every": 100, "--seed": 0, "--device": "auto"},
+    "convert": {"--layout": "released", "--shard-size": "5GB"},
+    "verify": {"--tolerance": 0.0, "--seed": 0},
+    "inspect": {},
+    "eval": {"--haystack": ["repeat"], "--depths": 5, "--samples": 10, "--seed": 0, "--chunk": 4096, "--device": "auto",
+             "--timeout": 600},
+    "eval-cost": {"--rows": 1, "--steps": 32, "--chunk": 4096, "--device": "auto"},
+    "cost": {"--gpu": "b300", "--gpus": 8, "--context": 131072},
+    "trace": {"--sessions": 300, "--seed": 0},
+    "replay": {"--concurrency": [1, 4, 16, 64], "--host-bytes": 0, "--disk-bytes": 0, "--device-bytes": 10**9,
+               "--scale": 256, "--turns": 200, "--device": "auto", "--gpu": "b300", "--gpus": 8, "--minutes": 40},
+    "serve": {"--host": "127.0.0.1", "--port": 8000, "--device": "auto", "--dtype": "auto", "--device-bytes": 10**9,
+              "--host-bytes": 0, "--disk-bytes": 10**10, "--max-new-tokens": 4096, "--max-seconds": 300,
+              "--max-waiting": 256, "--max-connections": 512},
+    "cache": {},
+    "warmup": {"--batch-size": [1], "--prompt": [1024]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", DEFAULTS)
+def test_options_that_are_left_out(command):
+    """The values are these, and what the help says of one is true of it."""
+    assert DEFAULTS.keys() == cli.COMMANDS.keys()
+    parser = common.Parser()
+    cli.COMMANDS[command][1](parser)
+    actions = {action.option_strings[-1]: action for action in parser._actions if action.option_strings}
+    given = {name: action.default for name, action in actions.items() if name != "--help"}
+    assert {name: value for name, value in given.items() if value is not None and value is not False} == (
+        DEFAULTS[command]
+    )
+    for name, action in actions.items():
+        text = (action.help or "") % {"default": action.default}
+        if said := re.search(r"default: (\d+(?:\.\d+)?)(G?)\)?$", text):
+            value = action.default[0] if isinstance(action.default, list) else action.default
+            assert value == float(said[1]) * (10**9 if said[2] else 1), name
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
