@@ -528,6 +528,55 @@ def test_another_packing_at_the_top_is_refused(inner, k3_text, tmp_path):
             config_class.from_pretrained(tmp_path)
 
 
+# The smallest value of every size, and whether null stands for a feature that is absent.
+SMALLEST = {
+    "vocab_size": (1, False),
+    "hidden_size": (1, False),
+    "intermediate_size": (1, False),
+    "num_hidden_layers": (1, False),
+    "num_attention_heads": (1, False),
+    "q_lora_rank": (1, True),
+    "kv_lora_rank": (1, False),
+    "qk_nope_head_dim": (1, False),
+    "qk_rope_head_dim": (0, False),
+    "v_head_dim": (1, False),
+    "attn_res_block_size": (1, True),
+    "first_k_dense_replace": (0, False),
+    "moe_layer_freq": (1, False),
+    "num_experts": (0, True),
+    "num_shared_experts": (0, True),
+    "routed_expert_hidden_size": (1, True),
+    "num_expert_group": (0, True),
+    "topk_group": (0, True),
+    "linear.num_heads": (1, False),
+    "linear.head_dim": (1, False),
+    "linear.short_conv_kernel_size": (1, False),
+}
+
+
+@pytest.mark.parametrize("key", SMALLEST)
+def test_the_smallest_value_is_taken_and_none_below_it(key, k3_text):
+    smallest, optional = SMALLEST[key]
+    k3_text |= {"num_experts": None, "num_key_value_heads": None, "latent_moe_use_norm": False}
+    del k3_text["quantization_config"]
+    name = key.removeprefix("linear.")
+    section = k3_text if name == key else k3_text["linear_attn_config"]
+    if key == "num_hidden_layers":
+        k3_text["linear_attn_config"] |= {"kda_layers": [1], "full_attn_layers": []}
+
+    def read(value):
+        section[name] = value
+        return KimiK3TextConfig.from_dict(copy.deepcopy(k3_text))
+
+    config = read(smallest)
+    assert (getattr(config, name) if name == key else config.linear_attn_config[name]) == smallest
+    if optional:
+        assert getattr(read(None), name) is None
+    for value in (smallest - 1, *([] if optional else [None])):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            read(value)
+
+
 def test_refusals_between_the_parts(k3_text, data_dir):
     text = KimiK3TextConfig.from_dict(k3_text)
     with pytest.raises(ValueError, match=r"vision_config.text_hidden_size \(7168\) must equal text_config.hidden_size"):
