@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kimi_k3 import KimiK3ForCausalLM
+from kimi_k3.checkpoint_kimi_k3 import read_header
 from kimi_k3.conversion import ConversionError, Target, convert, open_checkpoint
 from kimi_k3.conversion.inventory import table, take_inventory
-from kimi_k3.conversion.source import PIECE, FileBytes
+from kimi_k3.conversion.source import ITEM_BYTES, PIECE, FileBytes
 from kimi_k3.conversion.verify import verify
 from kimi_k3.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 
@@ -325,6 +326,18 @@ def test_any_bits_are_moved_unchanged(folder, through, variant, tmp_path):
     end = convert_chain(source, tmp_path, FORMS[through], back)
     assert (end / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
     assert verify(source, tmp_path / "step0", logits=False).same
+
+
+@pytest.mark.one_release
+def test_every_type_has_its_size(tmp_path):
+    """Those too that no checkpoint of the family has: a tensor of one is left out by its bytes."""
+    types = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    types += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8]
+    types += [torch.bool, torch.complex64]
+    save_file({str(dtype): torch.zeros(3, 5, dtype=dtype) for dtype in types}, tmp_path / WEIGHTS)
+    entries = read_header(tmp_path / WEIGHTS)[0].values()
+    sizes = {entry["dtype"]: entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries}
+    assert sizes == {name: 15 * size for name, size in ITEM_BYTES.items()}
 
 
 def test_subnormal_numbers_and_minus_zero_survive_a_wider_format(variant, tmp_path):

@@ -430,12 +430,14 @@ def test_a_disk_that_takes_a_part_of_what_is_written_gets_the_rest(data_dir, tmp
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
-def test_torch_save_files_are_read_only_when_asked(data_dir, tmp_path):
-    """Refused with the reason; with weights_only, tensors are read and code is not."""
+def test_torch_save_files_are_read_only_when_asked(data_dir, tmp_path, monkeypatch):
+    """Refused with the reason; with weights_only, tensors are read and code is not. The file was saved on a GPU."""
     source = tmp_path / "source"
     source.mkdir()
     shutil.copyfile(data_dir / "kimi_linear_flat" / "config.json", source / "config.json")
-    torch.save(load_file(data_dir / "kimi_linear_flat" / WEIGHTS), source / "pytorch_model.bin")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save(load_file(data_dir / "kimi_linear_flat" / WEIGHTS), source / "pytorch_model.bin")
     with pytest.raises(ConversionError, match=r"unpickling runs whatever code .*--weights-only"):
         convert(source, tmp_path / "new")
     convert(source, tmp_path / "new", allow_pickle=True)
