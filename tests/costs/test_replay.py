@@ -67,8 +67,11 @@ def test_one_user_alone_waits_as_long_as_the_cost_model_says(k3):
     node = formulas.Node(formulas.GPUS["b300"], 8)
     simulation = Simulation(k3, node, [session("a", [(8192 * 2, 2, 10.0), (100, 2, 1e9)])], 1)
     simulation.random.randrange = lambda count: 0
-    simulation.run(0.001, 200)
+    result = simulation.run(0.001, 200)
     first, second = simulation.finished
+    waits = sorted(turn.first - turn.arrived for turn in (first, second))
+    assert (result.output_rate, result.first_token_p90, result.moved) == (4 / 200, waits[0], {})
+    assert result.first_token_median == sum(waits) / 2 and result.hit_rate == (8192 * 2 + 2) / (8192 * 4 + 102)
     expected = sum(node.prefill_seconds(k3, 8192, past) for past in (0, 8192))
     assert first.first - first.arrived == pytest.approx(expected, rel=1e-3)
     assert second.known == 8192 * 2 + 2
@@ -104,6 +107,50 @@ def test_the_knee_is_where_the_gpu_budget_ends(k3, host):
         assert above.moved["host"][1] > below.moved["host"][1]
     else:
         assert above.hit_rate < 0.5 and above.output_rate < 0.5 * below.output_rate
+
+
+def test_sessions_move_down_in_the_order_of_their_use(k3):
+    """From a tier that is full into the next one, out of the last; of what lies there only what is new is written."""
+    size, node = k3.cache_bytes, formulas.Node(formulas.GPUS["b300"], 8)
+    rooms = size(300) + size(200), size(400)
+    simulation = Simulation(k3, node, [session("a", [(500, 3, 1.0)])], 1, *rooms)
+    host, disk = simulation.stores
+
+    def down(owner, tokens, *lies):
+        simulation._move_down(owner, tokens)
+        assert [list(store.sessions.items()) for store in (host, disk)] == list(lies)
+        for store, room in zip((host, disk), rooms, strict=True):
+            assert store.used == sum(map(size, store.sessions.values())) <= room
+
+    down("a", 300, [("a", 300)], [])
+    down("b", 200, [("a", 300), ("b", 200)], [])
+    down("a", 300, [("b", 200), ("a", 300)], [])
+    assert (host.written, disk.written) == (size(300) + size(200), 0)
+    down("c", 150, [("a", 300), ("c", 150)], [("b", 200)])
+    assert (host.written, disk.written) == (size(300) + size(200) + size(150), size(200))
+    down("d", 310, [("c", 150), ("d", 310)], [("a", 300)])
+    before = host.written
+    down("c", 160, [("d", 310), ("c", 160)], [("a", 300)])
+    assert host.written - before == size(160) - (size(150) - k3.state_bytes())
+    down("large", 10**7, [("d", 310), ("c", 160)], [("a", 300)])
+    assert host.take("none") is None and host.take_oldest() == ("d", 310) and host.used == size(160)
+
+
+def test_a_session_comes_back_from_the_tier_where_it_lies(k3):
+    """One GPU session fits: two users take turns, and each finds its cache in host memory, as fast as its link is."""
+    turns = [(100_000, 2, 1.0), *[(10, 2, 1.0)] * 40]
+    node = formulas.Node(formulas.GPUS["b300"], 8)
+    simulation = Simulation(k3, node, [session("a", turns)], 2, host_bytes=1e13)
+    simulation.random.randrange = lambda count: 0
+    simulation.gpus.capacity = simulation.gpus.size_of(101_000) * 1.5
+    result = simulation.run(200, 50)
+    later = [turn for turn in simulation.finished if turn.input > 100_000]
+    assert len(later) > 40 and all(turn.known == turn.input - 10 for turn in later)
+    moved = sum(k3.cache_bytes(turn.known) for turn in later)
+    assert result.moved["host"][1] == pytest.approx(moved, rel=0.1)
+    loading = k3.cache_bytes(100_000) / (8 * 64e9)
+    prefill = node.prefill_seconds(k3, 10, 100_000)
+    assert result.first_token_median == pytest.approx(loading + prefill, rel=0.3)
 
 
 def test_a_simulation_that_cannot_start_says_why(k3, sessions):
