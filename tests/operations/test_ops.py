@@ -1,6 +1,7 @@
 """The other reference operations: short convolution, depth mix, gated activations, MXFP4, routing, grouped experts."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -306,6 +307,24 @@ def test_sorted_experts_have_the_values_and_gradients_of_grouped_experts(dtype, 
         ("out", "x", "gate_up", "down", "weights"), (ours, *found), (theirs, *expected), strict=True
     ):
         assert (got - want).norm() / want.norm() < bound, name
+
+
+def test_when_the_groups_of_experts_stay_on_the_device(monkeypatch):
+    """torch's grouped product takes bfloat16 on a GPU, rows of multiples of 16 bytes; an old torch has none."""
+
+    def asked(x=torch.bfloat16, gate_up=torch.bfloat16, down=torch.bfloat16, is_cuda=True, **sizes):
+        rows, hidden, width = (sizes.get(name, size) for name, size in (("rows", 96), ("hidden", 40), ("width", 48)))
+        weights = torch.empty(3, rows, hidden, dtype=gate_up), torch.empty(3, hidden, width, dtype=down)
+        return experts.groups_on_device(SimpleNamespace(is_cuda=is_cuda, dtype=x), *weights)
+
+    monkeypatch.setattr(F, "grouped_mm", None, raising=False)
+    assert asked()
+    assert not asked(is_cuda=False)
+    assert not any(asked(**{name: torch.float32}) for name in ("x", "gate_up", "down"))
+    assert not asked(torch.float16, torch.float16, torch.float16)
+    assert not any(asked(**{name: 44}) for name in ("rows", "hidden", "width"))
+    monkeypatch.delattr(F, "grouped_mm")
+    assert not asked()
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped matrix product")
