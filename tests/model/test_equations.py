@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny
-from kimi_k3 import KimiK3ForCausalLM
+from kimi_k3 import KimiK3ForCausalLM, layers_kimi_k3
 
 TOKENS = 7
 
@@ -93,6 +93,22 @@ def test_latent_attention(family):
         got, weights = layer(xs[None])
         assert weights is None
         torch.testing.assert_close(got[0], latent_attention(layer, model.config, xs), rtol=1e-9, atol=1e-12 * size)
+
+
+def test_the_form_of_attention_with_fewer_multiplications():
+    """A pair of query and key takes 2 x 20 in latents and 12 + 10 expanded, which takes 20 x (12 + 10) a key."""
+    attention = build("m").model.layers[0].self_attn
+    assert (attention.kv_rank, attention.nope_dim, attention.v_dim) == (20, 12, 10)
+    assert attention._absorbing_is_cheaper(24, 100)  # 24 x 18 < 440
+    assert not attention._absorbing_is_cheaper(25, 100)
+    assert not attention._absorbing_is_cheaper(24, 24)  # without a cache nothing is expanded twice
+    most = layers_kimi_k3.MOST_SCORES
+    queries = torch.empty(2, 4, 8, 1, device="meta")
+    assert not attention._scores_are_many(queries, torch.empty(2, most // 64, 1, device="meta"))
+    assert attention._scores_are_many(queries, torch.empty(2, most // 64 + 1, 1, device="meta"))
+    assert not attention._scores_are_many(queries[:, :, :1], torch.empty(2, most, 1, device="meta"))
+    attention.kv_b_proj = torch.nn.Sequential(attention.kv_b_proj)  # whose call is more than a product
+    assert not attention._absorbing_is_cheaper(1, 100)
 
 
 def delta_attention(layer, config, xs):
