@@ -78,6 +78,8 @@ small = one_of_every_kind(config)
 assert (small.num_hidden_layers, small.layer_types[1:3]) == (4, ["linear_attention", "full_attention"])
 few = unfilled_model(small, torch.float32, torch.device("cpu"))
 compiled.clear()
+few.warmup((1,), (40,), progress=False)
+assert compiled and not any("backward" in name for name in compiled), compiled
 few.warmup((1, 3), (40,), training=True, progress=False)
 assert compiled["mix_kernel"] >= 8 and compiled["mix_backward_kernel"] >= 4, compiled
 model = tiny.model("kkkmkkkmkk", attn_res_block_size=3, hidden_size=72)
@@ -111,6 +113,16 @@ for hooked in (False, True):
         warmup_kimi_k3.warm_up_once(model, 2, 5, torch.tensor([[0, 1], [1, 1]]))
 assert asked == [(2, 5, True)], asked
 """
+
+
+def test_a_prompt_and_a_step_whatever_ends_a_text():
+    """Zeros may be an end, or give one."""
+    model, calls = tiny.model("km"), []
+    model.generation_config.eos_token_id = list(range(model.config.vocab_size))
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    warmup_kimi_k3._generate(model, ids, torch.ones_like(ids))
+    assert len(calls) == 2
 
 
 def test_what_a_model_launches_is_compiled_ahead():
