@@ -84,7 +84,7 @@ class Behind:
         self.start()
         with self._lock:
             self._closed = True
-        self._thread.shutdown(wait=True)
+        self._thread.shutdown()
 
 
 def recorded(device: torch.device):

@@ -250,7 +250,7 @@ def _lines_until(log: Path, step: int) -> list[bytes]:
     lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []
     steps = [_step_of(line) for line in lines]
     known = [number for number in steps if number is not None]
-    if len(known) > max(known, default=0):
+    if known and len(known) > max(known):
         raise DataError(
             f"{log} has {len(known)} lines of {max(known)} steps: two runs have written it, so move it away"
         )

@@ -157,6 +157,17 @@ def finished(checkpoint, data, tmp_path_factory):
     return out
 
 
+def test_the_rate_rises_and_falls_to_a_hundredth():
+    run = text_run.TextRun(["a.txt"], 400, 8, 1, 2.0, 0, False)
+    assert [run.rate_at(step) for step in (0, 1, 3)] == [0.5, 1.0, 2.0]  # a hundredth of the steps
+    assert run.rate_at(201) == pytest.approx(2.0 * (0.01 + 0.99 / 2))
+    assert run.rate_at(399) == pytest.approx(0.02)
+    rates = [run.rate_at(step) for step in range(400)]
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    short = text_run.TextRun(["a.txt"], 2, 8, 1, 2.0, 0, False)
+    assert [short.rate_at(0), short.rate_at(1)] == [2.0, pytest.approx(0.02)]
+
+
 def test_a_run_from_scratch(finished):
     curve = losses(finished)
     assert abs(curve[0] - math.log(VOCABULARY)) < 0.1
