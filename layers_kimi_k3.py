@@ -309,7 +309,10 @@ class KimiK3MLAttention(nn.Module):
         out = self.o_proj(out)
         return ragged.put_back(out, rows, columns) if ragged is not None else out, weights
 
-    def attend(self, query, latents, attention_mask, filled, need_weights, in_blocks, **kwargs):
+    def attend(
+        self, query: torch.Tensor, latents: torch.Tensor, attention_mask: Mask, filled: Any, need_weights: bool,
+        in_blocks: bool, **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """([B, T, H, V], attention weights or None) in the form that costs least.
 
         A few tokens on a GPU run as a kernel; a static cache's count `filled` tells it where the filled part ends.

@@ -32,8 +32,8 @@ FOLDERS = {"kernels", "cli", "parallel", "costs", "conversion", "eval", "trainin
 # What uses the package from outside, by its absolute name.
 OUTSIDE = {"benchmarks", "checkpoints", "docs", "examples", "recipes", "tests"}
 SCRIPTS = {"setup", "demo"}
-# transformers enters continuous batching by a method of the model. What stands behind it is no part of remote code, whose
-# files have no way to it but the installed package's name.
+# transformers enters continuous batching by a method of the model. What stands behind it is no part of remote code,
+# whose files have no way to it but the installed package's name.
 ENTRIES = {("generation_kimi_k3.py", ("kimi_k3", "serving", "manager"))}
 
 
