@@ -133,7 +133,7 @@ class KimiK3GenerationMixin(GenerationMixin):
             raise ImportError("requests that come and go need the kimi-k3 package: pip install kimi-k3") from error
         return manager.KimiK3BatchingManager(
             self,
-            generation_config or self.generation_config,  # type: ignore[attr-defined]  # of PreTrainedModel
+            generation_config or self.generation_config,
             continuous_batching_config or ContinuousBatchingConfig(),
             workload_hints,
         )

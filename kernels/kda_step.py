@@ -82,8 +82,8 @@ def kda_step(
             return results
     buffers = *tails, state
     if slots is not None:
-        *tails, state = (buffer.index_select(0, slots) for buffer in buffers)
-    convolved, new_tails = short_conv.short_convs((q, k, v), conv_weights, tuple(tails))
+        tails, state = tuple(tail.index_select(0, slots) for tail in tails), state.index_select(0, slots)
+    convolved, new_tails = short_conv.short_convs((q, k, v), conv_weights, tails)
     assert new_tails is not None
     heads = (*q.shape[:2], state.shape[1], -1)
     q, k, v = (x.view(heads) for x in convolved)
