@@ -276,6 +276,11 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                 "a pipeline stage holds its own layers only, so its folder would lack the others: load the tensors of "
                 "all stages' state_dict() into a whole model and save that"
             )
+        if not self._hf_peft_config_loaded and (Path(save_directory) / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{save_directory} has an adapter (adapter_config.json), which would act on this model when it is "
+                "loaded: save to another folder, or move the adapter away"
+            )
         # A state dict that is passed, an adapter and quantised weights are not what the parameters here are.
         quantised = getattr(self, "hf_quantizer", None) is not None
         if kwargs.get("state_dict") is None and not self._hf_peft_config_loaded and not quantised:

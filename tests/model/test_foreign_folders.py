@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -142,6 +143,17 @@ def test_saving_in_another_number_of_files_leaves_one_model(tmp_path):
         model.save_pretrained(tmp_path, max_shard_size=size)
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
         assert (tmp_path / "model.safetensors").exists() != (tmp_path / "model.safetensors.index.json").exists()
+
+
+def test_a_model_is_not_saved_beneath_an_adapter(tmp_path):
+    """Merged into it, the adapter would act a second time on what is loaded."""
+    model = tiny.model("kmk")
+    adapter = get_peft_model(model, LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)).eval()
+    adapter.save_pretrained(tmp_path)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"has an adapter \(adapter_config\.json\), which would act on this model"):
+        adapter.merge_and_unload().save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
 
 
 def test_a_class_that_takes_more_than_a_configuration_is_saved(tmp_path):
