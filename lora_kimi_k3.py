@@ -25,7 +25,7 @@ from .kernels_kimi_k3 import experts, mxfp4
 try:  # transformers' check of a folder's code passes over the imports of a `try`: peft is not needed to load a model
     import peft
     from peft.tuners.adalora import AdaLoraLayer, AdaLoraModel
-    from peft.tuners.lora import LoraLayer, LoraModel
+    from peft.tuners.lora import LoraConfig, LoraLayer, LoraModel
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
     from peft.utils import get_peft_model_state_dict, hotswap
 except ModuleNotFoundError as error:
@@ -447,6 +447,28 @@ def refuse_missing(model: Any, place: Any, missing: list[str], adapter_name: str
         raise ValueError(
             f"the adapter in {place} lacks {names[0]}{more}, and its configuration asks for it on this model: get it "
             "again, or load it onto the model that it was trained on"
+        )
+
+
+def refuse_other_scale(there: Any, config: Any, place: Any, **options: Any) -> None:
+    """Raise ValueError for an adapter that is to take the place of one with another scale.
+
+    transformers swaps the factors alone.
+
+    Args:
+        there: the configuration of the adapter in the model.
+        config: that of the other one; None for what is in its folder `place`, read with `options`.
+    """
+    config = config or peft.PeftConfig.from_pretrained(place, **options)
+    if not (isinstance(config, LoraConfig) and isinstance(there, LoraConfig)):
+        return
+    scales = [each.lora_alpha / (each.r**0.5 if each.use_rslora else each.r) for each in (there, config)]
+    patterns = [(each.rank_pattern, each.alpha_pattern) for each in (there, config)]
+    if scales[0] != scales[1] or patterns[0] != patterns[1]:
+        raise ValueError(
+            f"the adapter in {place} has the scale {scales[1]:g} and the one that it would replace {scales[0]:g} "
+            "(lora_alpha, r and their patterns), which hotswapping keeps: load it under a name of its own and choose "
+            "it with set_adapter"
         )
 
 

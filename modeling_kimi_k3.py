@@ -218,13 +218,18 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         """As in transformers; an adapter that cannot be loaded whole is refused and leaves the model as it was.
 
         Raises:
-            ValueError: names the first tensor of the adapter that is missing.
+            ValueError: names the first tensor of the adapter that is missing, or the scale of one that would take the
+                place of an adapter with another scale (`hotswap=True`).
         """
-        from .lora_kimi_k3 import refuse_missing, unchanged_on_error
+        from .lora_kimi_k3 import refuse_missing, refuse_other_scale, unchanged_on_error
 
         adapter_name = adapter_name or "default"
         had_adapters = self._hf_peft_config_loaded
         known = had_adapters and adapter_name in self.peft_config
+        in_place = kwargs.get("hotswap", "auto")
+        if known and (getattr(self, "_hotswap_enabled", False) if in_place == "auto" else in_place):
+            options = kwargs.get("adapter_kwargs") or {}
+            refuse_other_scale(self.peft_config[adapter_name], kwargs.get("peft_config"), peft_model_id, **options)
         try:
             with unchanged_on_error(self):
                 report = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)

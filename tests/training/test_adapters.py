@@ -82,9 +82,9 @@ def logits(model):
         return model.eval()(input_ids=IDS).logits
 
 
-def adapted(model, config):
+def adapted(model, config, seed=0):
     """An adapter that acts: all it trains is moved away from where it begins."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapter = get_peft_model(model, config)
@@ -259,6 +259,25 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(way, tmp_path):
         else:
             holder.load_adapter(str(tmp_path), "other")
     assert same_tree(tree(holder), before) and torch.equal(logits(holder), computed)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_swapping_in_place_refuses_another_scale(tmp_path):
+    """Through transformers, which swaps the factors alone; the experts' too."""
+    expected = {}
+    for name, alpha in (("first", 4), ("alike", 4), ("other", 16)):
+        config = LoraConfig(r=4, lora_alpha=alpha, target_modules=["q_proj", "experts"])
+        adapter = adapted(base(), config, seed=len(expected))
+        expected[name] = logits(adapter)
+        adapter.save_pretrained(tmp_path / name)
+    model = base()
+    model.load_adapter(tmp_path / "first", "swapped")
+    model.load_adapter(tmp_path / "alike", "swapped", hotswap=True)
+    torch.testing.assert_close(logits(model), expected["alike"], **CLOSE)
+    before = tree(model)
+    with pytest.raises(ValueError, match=r"has the scale 4 and the one that it would replace 1 .* under a name of its"):
+        model.load_adapter(tmp_path / "other", "swapped", hotswap=True)
+    assert same_tree(tree(model), before)
 
 
 @pytest.mark.filterwarnings("ignore")
