@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.checkpoint_kimi_k3 import read_header
 from kimi_k3.conversion import ConversionError, Target, convert, open_checkpoint
-from kimi_k3.conversion.inventory import table, take_inventory
+from kimi_k3.conversion.inventory import Inventory, table, take_inventory
 from kimi_k3.conversion.source import ITEM_BYTES, PIECE, FileBytes
 from kimi_k3.conversion.verify import verify
 from kimi_k3.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
@@ -630,9 +630,21 @@ def test_verify_wants_both_parts_of_a_multimodal_model(data_dir, tmp_path):
 def test_inspect_counts_what_is_there(data_dir):
     inventory = take_inventory(data_dir / "k3_tiny_mxfp4")
     assert (inventory.tensors, inventory.nbytes) == (472, 715_392)
-    assert inventory.parts["routed experts"].tensors == 6 * 8 * 3 * 2
-    assert inventory.parts["routed experts"].parameters == 6 * 8 * 3 * 32 * 32
     assert not inventory.missing and not inventory.foreign and not inventory.misshapen
+    counts = {name: (part.tensors, part.parameters) for name, part in inventory.parts.items() if part.tensors}
+    assert counts == {  # five layers of KDA, two of MLA, one without experts
+        "embedding": (1, 160 * 64),
+        "KDA attention": (5 * 14, 118_320),
+        "MLA attention": (2 * 8, 40_064),
+        "attention residuals": (7 * 4 + 2, 30 * 64),
+        "norms": (7 * 2 + 1, 15 * 64),
+        "dense MLP": (3, 3 * 160 * 64),
+        "router": (6 * 2, 6 * (8 * 64 + 8)),
+        "routed experts": (6 * 8 * 3 * 2, 6 * 8 * 3 * 32 * 32),
+        "shared experts": (6 * 3, 6 * 3 * 64 * 64),
+        "latent projections": (6 * 3, 6 * (2 * 32 * 64 + 32)),
+        "head": (1, 160 * 64),
+    }
 
 
 def test_inspect_names_what_is_missing_foreign_or_misshapen(variant):
@@ -649,6 +661,49 @@ def test_inspect_names_what_is_missing_foreign_or_misshapen(variant):
     twice = {f"{norm} (there already as language_model.{norm})", f"language_model.{norm} (there already as {norm})"}
     assert inverse in inventory.foreign and len(inventory.foreign) == 2 and twice & set(inventory.foreign)
     assert inventory.misshapen == ["lm_head.weight has shape [3, 64], the configuration asks for [160, 64]"]
+
+
+TABLE = """\
+two layers
+
+part       tensors  parameters   bytes  dtypes
+embedding        1      12,000  24,000  BF16 x 1
+head             2          25      80  F32 x 1, U8 x 1
+sum              3      12,025  24,080
+
+the index says total_size 24,081, the tensors are 24,080 bytes
+missing: 11
+  n0
+  n1
+  n2
+  n3
+  n4
+  n5
+  n6
+  n7
+  n8
+  n9
+  ... 1 more
+foreign: 0
+s0"""
+
+
+@pytest.mark.one_release
+def test_an_inventory_as_text():
+    inventory = Inventory(["two layers"], [], False, 24081)
+    inventory.parts["embedding"].add("a", "BF16", (120, 100))
+    inventory.parts["head"].add("b", "F32", (3, 5))
+    inventory.parts["head"].add("c_packed", "U8", (5,))
+    inventory.parts["head"].nbytes += 15  # a scale's, say
+    inventory.missing = [f"n{i}" for i in range(11)]
+    inventory.misshapen = ["s0"]
+    assert table(inventory) == TABLE
+    inventory.total_size, inventory.missing = 24080, inventory.missing[:10]
+    assert "the index says" not in table(inventory) and "more" not in table(inventory)
+    inventory.absent = ["a.safetensors", "b.safetensors"]
+    assert "shards that are not here: a.safetensors, b.safetensors\n" in table(inventory)
+    inventory.index_only = True
+    assert "only the index is here" in table(inventory) and "shards that" not in table(inventory)
 
 
 @pytest.mark.one_release

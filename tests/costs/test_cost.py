@@ -222,6 +222,28 @@ def test_a_window_reads_no_more_than_its_keys():
     assert layer.cache_bytes(30) == layer.cache_bytes(10)
 
 
+def test_a_window_of_all_layers_or_of_none():
+    """Configurations without kinds of layers say it in one key, and some switch it off in another."""
+    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    assert [layer.window for layer in cost_of(config, "plain").attention] == [0, 0]
+    config.sliding_window = 16
+    assert [layer.window for layer in cost_of(config, "all").attention] == [16, 16]
+    config.use_sliding_window = False
+    assert [layer.window for layer in cost_of(config, "none").attention] == [0, 0]
+
+
+def test_data_sheets():
+    """Bytes of memory, bytes a second, dense bfloat16 FLOP/s, bytes a second of the link in one direction."""
+    sheets = {name: (gpu.memory, gpu.bandwidth, gpu.flops, gpu.link) for name, gpu in formulas.GPUS.items()}
+    assert sheets == {
+        "h100": (80e9, 3.35e12, 989e12, 450e9),
+        "h200": (141e9, 4.8e12, 989e12, 450e9),
+        "b200": (192e9, 8e12, 2250e12, 900e9),
+        "b300": (288e9, 8e12, 2250e12, 900e9),
+    }
+
+
 def test_mla_of_deepseek_has_our_latent_and_no_formula_is_an_error():
     config = DeepseekV3Config(vocab_size=99, hidden_size=64, num_hidden_layers=2, first_k_dense_replace=2)
     layer = cost_of(config, "v3").attention[0]

@@ -30,13 +30,17 @@ def session(name, turns, shared=0):
     return trace.Session(name, shared, tuple(turns))
 
 
-def test_the_generator_has_the_published_medians(sessions):
+def test_the_generator_has_the_published_medians(sessions, monkeypatch):
     found = trace.medians(sessions)
     assert found["input"] == pytest.approx(142_000, rel=0.01)
     assert found["output"] == pytest.approx(444, rel=0.01)
     assert found["turns"] == pytest.approx(65, abs=1)
     assert trace.generate(100, seed=1) == sessions != trace.generate(100, seed=2)
-    assert max(s.inputs()[-1] for s in sessions) <= trace.LONGEST
+    assert (trace.INPUT, trace.OUTPUT, trace.TURNS, trace.SHARED) == (142_000, 444, 65, 8192)
+    assert {s.shared for s in sessions} == {8192} and len({s.session for s in sessions}) == 100
+    monkeypatch.setattr(trace, "LONGEST", 200_000)
+    shorter = trace.generate(30, seed=1)
+    assert 190_000 < max(s.inputs()[-1] + s.turns[-1][1] for s in shorter) <= 200_000
 
 
 def test_files(sessions, tmp_path):
@@ -44,6 +48,9 @@ def test_files(sessions, tmp_path):
     path = tmp_path / "trace.jsonl"
     trace.write(path, sessions)
     assert trace.read(path) == sessions
+    smallest = [session("a", [(1, 1, 0.0)]), session("b", [(3, 1, 0.0), (1, 1, 0.0)], shared=3)]
+    trace.write(path, smallest)
+    assert trace.read(path) == smallest
     good = json.dumps({"session": "a", "shared": 2, "turns": [[5, 1, 0]]})
     bad = ["", "{", "[]", '{"session": 1}', good.replace("[5, 1, 0]", "[0, 1, 0]"), good.replace("[5, 1, 0]", "[5, 1]")]
     bad += [good.replace("2,", "6,"), good.replace("[[5, 1, 0]]", "[]"), good.replace("5,", "5.5,")]
