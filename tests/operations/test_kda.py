@@ -106,6 +106,22 @@ def test_every_length(function, length):
     assert max(rms_ratio(got[name], value) for name, value in expected.items()) < 1e-12
 
 
+def test_few_tokens_go_one_after_another(monkeypatch):
+    """What that costs less than, a chunk that is mostly padding, has the same results."""
+    taken = []
+    for name in ("recurrent_kda", "chunk_kda"):
+        function = getattr(kda, name)
+        monkeypatch.setattr(
+            kda, name, lambda *args, name=name, function=function, **kw: taken.append(name) or function(*args, **kw)
+        )
+    parameters = kda.KDAParameters(torch.zeros(2), torch.zeros(2 * 16), None, 1e-6)
+    few, offsets = kda.FEW_TOKENS, torch.tensor([0, 1, 3])
+    for length, cu_seqlens in ((0, None), (1, None), (few, None), (few + 1, None), (3, offsets)):
+        (*inputs, _) = make_inputs(1, length, 2, 16, 16).values()
+        kda.composed_kda(kda.KDAInputs(*inputs), parameters, None, cu_seqlens)
+    assert taken == ["chunk_kda", "recurrent_kda", "recurrent_kda", "chunk_kda", "chunk_kda"]
+
+
 @pytest.mark.parametrize("sizes", [(16, 16), (32, 16), (64, 128), (96, 96), (256, 32), (5, 3)], ids=str)
 def test_head_sizes(sizes):
     """Faults 63, 79: head sizes from 16 to 256, odd ones, keys and values of different size."""
