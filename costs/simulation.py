@@ -33,7 +33,7 @@ class Store:
     name: str
     capacity: float
     size_of: Callable[[int], int]
-    bandwidth: float = 0.0
+    bandwidth: float | None = None  # and no link: of the GPUs
     link: simpy.Resource | None = None
     sessions: OrderedDict = field(default_factory=OrderedDict)
     used: float = 0.0
