@@ -25,6 +25,7 @@ from kimi_k3.distributed_kimi_k3 import PipelinePart, check_fit
 from kimi_k3.parallel import wire
 from kimi_k3.training import QKClip
 from rounding import EXACT
+from several import by_one
 from waiting import PATIENCE, run_script, until
 
 # Releases that can cut attention and spread experts in one run; those that let one choose how tokens reach experts.
@@ -152,22 +153,31 @@ def same(model, alone, ids, wanted=None):
     mask[0, :3] = 0
     with torch.no_grad():
         for options in ({}, {"attention_mask": mask}):
-            got, expected = (each(ids, **options).logits for each in (model, alone))
+            got, expected = model(ids, **options).logits, by_one(lambda options=options: alone(ids, **options).logits)
             torch.testing.assert_close(got, expected, **EXACT)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    got, expected = (each.generate(ids, **options)[:, ids.shape[1] :] for each in (model, alone))
+    got, expected = model.generate(ids, **options), by_one(lambda: alone.generate(ids, **options))
     assert torch.equal(got, expected)
     if wanted is not None:
-        assert torch.equal(got, wanted[:, :4])
-    for each in (model, alone):
-        each.train()
+        assert torch.equal(got[:, ids.shape[1] :], wanted[:, :4])
+
+    def step(model):
+        model.train()
         for part in (ids[:, :11], ids[:, :29]):
-            each(part, labels=part).loss.backward()
-    same_gradients(model, alone)
+            model(part, labels=part).loss.backward()
+
+    step(model)
+    same_gradients(model, alone, step)
 
 
-def same_gradients(model, alone):
-    gradients = {name: parameter.grad for name, parameter in alone.named_parameters()}
+def same_gradients(model, alone, step):
+    """Those that a process has of `model`, and those of `step(alone)`."""
+
+    def gradients_of_one():
+        step(alone)
+        return {name: parameter.grad for name, parameter in alone.named_parameters()}
+
+    gradients = by_one(gradients_of_one)
     for name, parameter in model.named_parameters():
         expected = gradients[name]
         assert (parameter.grad is None) == (expected is None), name
@@ -194,9 +204,10 @@ def tensor_parallel(data, scratch, rank):
         model.eval()
         with torch.no_grad():
             cache = model(ids, use_cache=True).past_key_values
-            attentions = [each.eval()(ids, output_attentions=True).attentions for each in (model, alone)]
+            attentions = model(ids, output_attentions=True).attentions
+            expected = by_one(lambda alone=alone, ids=ids: alone.eval()(ids, output_attentions=True).attentions)
         assert cache.layers[0].tensors()[-1].shape[1] == heads, "states of other processes' heads"
-        torch.testing.assert_close(*attentions, **EXACT)
+        torch.testing.assert_close(attentions, expected, **EXACT)
 
 
 def other_ways_to_decode(data, scratch, rank):
@@ -206,21 +217,26 @@ def other_ways_to_decode(data, scratch, rank):
     for options in ({"cache_implementation": "static"}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}):
         some = ids[:1] if "prompt_lookup_num_tokens" in options else ids
         options = {**options, "attention_mask": torch.ones_like(some), "max_new_tokens": 4, "do_sample": False}
-        assert torch.equal(*(each.generate(some, **options) for each in (model, alone))), options
+        expected = by_one(lambda some=some, options=options: alone.generate(some, **options))
+        assert torch.equal(model.generate(some, **options), expected), options
     with torch.no_grad():  # a saved cache belongs to the process that made it
         cache = model(ids[:, :-1]).past_key_values
         cache.save(scratch / f"cache{rank}", model)
         got = model(ids[:, -1:], past_key_values=HybridCache.load(scratch / f"cache{rank}", model)).logits
-        torch.testing.assert_close(got[:, -1], alone(ids).logits[:, -1], **EXACT)
+        expected = by_one(lambda: alone(ids).logits)
+        torch.testing.assert_close(got[:, -1], expected[:, -1], **EXACT)
         dist.barrier()
         with pytest.raises(ValueError):
             HybridCache.load(scratch / f"cache{1 - rank}", model)
     with pytest.raises(ValueError, match="cut over processes"):
         QKClip(model)
-    for each in (model, alone):  # a few tokens against a cache, where MLA reads the weight of kv_b_proj itself
-        cache = each(ids[:, :-2]).past_key_values
-        each(ids[:, -2:], past_key_values=cache, attention_mask=torch.ones_like(ids)).logits.square().sum().backward()
-    same_gradients(model, alone)
+
+    def step(model):  # a few tokens against a cache, where MLA reads the weight of kv_b_proj itself
+        cache = model(ids[:, :-2]).past_key_values
+        model(ids[:, -2:], past_key_values=cache, attention_mask=torch.ones_like(ids)).logits.square().sum().backward()
+
+    step(model)
+    same_gradients(model, alone, step)
 
 
 def packed_experts(data, scratch, rank):
@@ -274,7 +290,8 @@ def pipeline(data, scratch, rank):
         mask = torch.ones_like(ids)
         mask[0, :3] = 0
         with torch.no_grad():
-            got, expected = (each(ids, attention_mask=mask, use_cache=False).logits for each in (model, alone))
+            got = model(ids, attention_mask=mask, use_cache=False).logits
+            expected = by_one(lambda alone=alone, ids=ids, mask=mask: alone(ids, attention_mask=mask).logits)
         torch.testing.assert_close(got, expected, **EXACT)
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "use_cache": False}
         assert torch.equal(model.generate(ids, **options)[:, ids.shape[1] :], wanted[:, :6])
@@ -288,8 +305,12 @@ def pipeline(data, scratch, rank):
         stage = PipelineStage(PipelinePart(model), rank, RANKS, torch.device("cpu"))
         schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss)
         _ = schedule.step(ids) if rank == 0 else schedule.step(target=ids)
-        loss(alone(ids).logits, ids).backward()
-        gradients = {key: parameter.grad for key, parameter in alone.named_parameters()}
+
+        def gradients_of_one(alone=alone, ids=ids):
+            loss(alone(ids).logits, ids).backward()
+            return {key: parameter.grad for key, parameter in alone.named_parameters()}
+
+        gradients = by_one(gradients_of_one)
         for key in held:
             got = model.get_parameter(key).grad
             torch.testing.assert_close(got, gradients[key], **EXACT, msg=lambda t, key=key: f"{key}: {t}")
