@@ -50,16 +50,19 @@ def recurrence(key_size, value_size, lengths, lower_bound, grad, dtype=HALF):
     return kda.fused_kda(*inputs, parameters, state, offsets(*lengths) if len(lengths) > 1 else None)
 
 
-def step(tokens, key_size=48, value_size=80, batch=3, heads=2, width=4):
+def step(tokens, key_size=48, value_size=80, batch=3, heads=2, width=4, rows=None):
+    """With `rows`, states are rows of buffers for so many sequences."""
     q, k, g = (random(batch, tokens, heads * key_size) for _ in range(3))
     v, gate = (random(batch, tokens, heads * value_size) for _ in range(2))
-    tails = tuple(random(batch, width - 1, x.shape[-1]) for x in (q, k, v))
+    slots = None if rows is None else torch.randperm(rows, device="cuda")[:batch]
+    tails = tuple(random(rows or batch, width - 1, x.shape[-1]) for x in (q, k, v))
     weights = tuple(random(x.shape[-1], 1, width, dtype=torch.float32) for x in (q, k, v))
     A_log, bias = random(heads, dtype=torch.float32), random(heads * key_size, dtype=torch.float32)
     out, tails, state = kda_step.kda_step(
         q, k, v, g, random(batch, tokens, heads), gate, tails, weights, kda.KDAParameters(A_log, bias, -5.0),
         random(value_size, dtype=torch.float32),
-        random(batch, heads, key_size, value_size, dtype=torch.float32), norm_eps=1e-5, in_place=True,
+        random(rows or batch, heads, key_size, value_size, dtype=torch.float32), norm_eps=1e-5, in_place=True,
+        slots=slots,
     )  # fmt: skip
     return out, *tails, state
 
@@ -93,8 +96,10 @@ def results():
     yield recurrence(48, 80, (97,), -5.0, grad=False)
     for tokens in (1, 3):
         yield step(tokens)
+    yield step(1, rows=7)
     kda_step_triton.MANY = 0  # three kernels take a token
-    yield step(1, key_size=64, value_size=128)
+    for rows in (None, 7):
+        yield step(1, key_size=64, value_size=128, rows=rows)
     for grad in (False, True):
         inputs = tuple(random(1, 71, 200, grad=grad) for _ in range(3))
         weights = tuple(random(200, 1, 4, dtype=torch.float32, grad=grad) for _ in range(3))
@@ -123,6 +128,10 @@ def results():
     lengths = torch.arange(150, 1050, 100, device="cuda")
     inputs = random(9, 1, 70, 512), random(9, 1, 70, 64), random(9, 1000, 576)
     yield (mla_decode.mla_decode(*inputs, 0.05, None, lengths),)
+    # in pages, of which the last is not full
+    table, ends = torch.tensor([[3, 0], [1, 4]], dtype=torch.int32, device="cuda"), torch.tensor([65, 100]).cuda()
+    inputs = random(2, 1, 5, 64), random(2, 1, 5, 16), random(5 * 64, 80)
+    yield (mla_decode.mla_decode(*inputs, 0.1, None, ends, mla_decode.Pages(table, 64)),)
 
 
 def main():
