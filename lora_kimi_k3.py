@@ -314,6 +314,7 @@ def _all_or_nothing(inject):
         if not is_ours(model):
             return inject(self, model, adapter_name, *args, **kwargs)
         try:
+            _refuse_packed_copies(model, self.peft_config[adapter_name])
             with unchanged_on_error(model):
                 result = inject(self, model, adapter_name, *args, **kwargs)
         except BaseException:
@@ -325,6 +326,18 @@ def _all_or_nothing(inject):
         return result
 
     return inject_adapter
+
+
+def _refuse_packed_copies(model: nn.Module, config: Any) -> None:
+    """Raise ValueError for `modules_to_save` that cannot be trained."""
+    saved = getattr(config, "modules_to_save", None) or ()
+    for name, module in model.named_modules():
+        packed = next((key for key, value in module.named_parameters() if not value.is_floating_point()), None)
+        if packed is not None and name.rpartition(".")[-1] in saved:
+            raise ValueError(
+                f"modules_to_save: {name} holds packed bytes ({packed}), which do not train: load the model with "
+                "dequantize=True"
+            )
 
 
 def _keeping_float32(resize):

@@ -214,6 +214,7 @@ REFUSED = {
     "DoRA on experts": (lora(target_modules=["q_proj", "experts"], use_dora=True), "use_dora"),
     "LoHa on experts": (lambda model: LoHaConfig(r=4, target_modules=["q_proj", "experts"]), "KimiK3Experts"),
     "a norm": (lora(target_modules=["q_proj", "input_layernorm"]), "KimiK3RMSNorm"),
+    "packed experts whole": (lora(modules_to_save=["experts"]), "experts holds packed bytes"),
     "packed bytes": (lora(target_parameters=["experts.down_proj_packed"]), "holds packed bytes"),
 }
 
