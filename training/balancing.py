@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
+from transformers.utils import logging
 
 from ..kernels.router import expert_scores
+
+logger = logging.get_logger(__name__)
 
 BINS = 1000
 
@@ -112,6 +115,12 @@ class QuantileBalancer(RouterRecorder):
         if not 0 <= ema < 1:
             raise ValueError(f"ema must be at least 0 and below 1, not {ema}")
         super().__init__(model)
+        gates = [layer.block_sparse_moe.gate for layer in model.modules() if hasattr(layer, "block_sparse_moe")]
+        if getattr(model, "peft_config", None) and not all(hasattr(gate, "modules_to_save") for gate in gates):
+            logger.warning_once(
+                "the selection biases that balancing moves are those of the base model, and the adapter's folder does "
+                "not hold them: LoraConfig(..., modules_to_save=['gate']) trains routers whole and saves them with it"
+            )
         self.ema = ema
         # [layers, E, BINS + 1]: the histogram of the margins, then how often the expert was chosen, in one tensor so
         # that one all-reduce sums both.

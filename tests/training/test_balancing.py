@@ -5,12 +5,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments
 
 import tiny
 from kimi_k3 import KimiK3ForCausalLM
-from kimi_k3.training import QuantileBalancer, QuantileBalancerCallback
+from kimi_k3.training import QuantileBalancer, QuantileBalancerCallback, balancing
 from waiting import run_script
 
 EXPERTS, TOP_K, BINS = 16, 3, 1000
@@ -259,6 +259,23 @@ def test_the_router_that_runs_is_balanced(when):
     moved = torch.stack([wrapper.modules_to_save["default"].e_score_correction_bias for wrapper in wrappers])
     torch.testing.assert_close(moved, biases(plain), rtol=0, atol=1e-12)
     assert moved.any() and not any(wrapper.original_module.e_score_correction_bias.any() for wrapper in wrappers)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["routers-whole", "routers-of-the-base"])
+def test_an_adapter_holds_the_biases_of_its_own_routers_alone(whole, tmp_path, monkeypatch):
+    """What is loaded is what was trained, or a warning had said that it would not be."""
+    said = []
+    monkeypatch.setattr(balancing.logger, "warning_once", said.append)
+    options = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["gate"] if whole else None)
+    adapted, ids = get_peft_model(build(skew=0.03), options).train(), tokens(8, 40)
+    balancer = QuantileBalancer(adapted)
+    adapted(input_ids=ids, use_cache=False)
+    balancer.step()
+    adapted.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(build(skew=0.03), tmp_path)
+    with torch.no_grad():
+        same = torch.equal(*(model.eval()(input_ids=ids).logits for model in (adapted, again)))
+    assert same == whole and ["modules_to_save=['gate']" in text for text in said] == ([] if whole else [True])
 
 
 def test_what_cannot_be_balanced_is_refused():
