@@ -488,6 +488,37 @@ def test_fused_step_of_rows_of_larger_buffers(many, dtype, bound, monkeypatch):
     assert rms_ratio(out, composed[0]) < bound and rms_ratio(new_state[slots], composed[2][slots]) < bound
 
 
+def test_which_kernels_take_a_step(monkeypatch):
+    """Three where sequences fill the device and the heads are whole blocks; one that slices the state where programs
+    share a multiprocessor."""
+    taken = []
+
+    class Launches:
+        def __getitem__(self, grid):
+            return lambda **given: taken.append((*grid, given["BS"], given["num_warps"], given["ONE_TOKEN"]))
+
+    monkeypatch.setattr(kda_step_triton, "step_kernel", Launches())
+    monkeypatch.setattr(kda_step_triton, "step_of_many", lambda *args: taken.append("three"))
+    monkeypatch.setattr(kda_step_triton.tools, "multiprocessors", lambda device: 6)
+    for (tokens, heads, key_size, value_size), launch in {
+        (1, 2, 64, 128): (6, 128, 2, True),
+        (1, 3, 64, 128): (9, 32, 2, True),
+        (1, 3, 64, 20): (9, 32, 1, True),
+        (5, 2, 200, 64): (6, 64, 2, False),
+        (1, 20, 32, 64): "three",
+        (1, 19, 32, 64): (57, 32, 1, True),
+        (2, 20, 32, 64): (60, 32, 1, False),
+        (1, 20, 32, 48): (60, 32, 1, True),
+        (1, 20, 40, 64): (60, 32, 2, True),
+        (1, 20, 16, 64): (60, 32, 1, True),
+        (1, 20, 64, 16): (60, 16, 1, True),
+    }.items():
+        inputs = step_inputs(tokens, torch.float32, heads, key_size, value_size)  # of three rows
+        kda_step.kda_step(**bundled(inputs, lower_bound=-5.0, norm_eps=1e-5))
+        assert taken == [launch], (tokens, heads, key_size, value_size)
+        taken.clear()
+
+
 def test_fused_step_in_place_and_token_by_token():
     """Several tokens at once (a draft) are the same as one after the other, in place, bit for bit."""
     inputs = step_inputs(5, torch.float32)
