@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +134,20 @@ def test_a_state_of_an_older_version_is_told_apart(tmp_path):
     torch.save({"step": torch.tensor(3)}, tmp_path / "state.pt")
     with pytest.raises(files.DamagedFile, match="has no checksum, as states of an older version"):
         files.load_state(tmp_path / "state.pt")
+
+
+@pytest.mark.parametrize(("system", "opened"), [("posix", ["r", "r"]), ("nt", ["w"])])
+def test_what_is_written_reaches_the_disk(system, opened, tmp_path, monkeypatch):
+    """A file and its folder; Windows opens no folders, and writes only what is open for writing."""
+    calls = []
+    fake = SimpleNamespace(name=system, O_RDONLY="r", O_RDWR="w", close=calls.append, fsync=calls.append)
+    fake.open = lambda path, flags: calls.append(flags) or f"{path} is open"
+    (tmp_path / "a").write_text("a")
+    monkeypatch.setattr(files, "os", fake)
+    files.sync(tmp_path / "a")
+    files.sync(tmp_path)
+    folder = [] if system == "nt" else [opened[1], *[f"{tmp_path} is open"] * 2]
+    assert calls == [opened[0], *[f"{tmp_path / 'a'} is open"] * 2, *folder]
 
 
 def test_a_lock_that_is_taken_away_meanwhile_is_made_anew(tmp_path, monkeypatch):
