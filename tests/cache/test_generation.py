@@ -160,6 +160,18 @@ def test_what_the_cache_cannot_do_is_said(model, prompt):
             generate(model, prompt, cache_implementation=implementation)
 
 
+def test_a_mask_may_be_written_after_its_forward(model, prompt):
+    """What was padding is remembered, and not where the caller keeps it."""
+    mask = torch.ones(2, 38, dtype=torch.bool)
+    mask[0, :3] = False
+    cache, given = HybridCache(model.config), mask[:, :-1].clone()
+    model(prompt, attention_mask=given, **{CACHE: cache})
+    given.fill_(True)
+    again = model(prompt[:, :1], attention_mask=mask, **{CACHE: cache}).logits
+    whole = model(torch.cat([prompt, prompt[:, :1]], dim=1), attention_mask=mask).logits[:, -1:]
+    torch.testing.assert_close(again, whole, **EXACT)
+
+
 def test_images_are_refused(model, prompt):
     with pytest.raises(NotImplementedError, match="pixel_values: image input is not implemented"):
         model(prompt, pixel_values=torch.zeros(1, 3, 14, 14))

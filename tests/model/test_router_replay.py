@@ -126,6 +126,7 @@ REFUSALS = {
     "fractions": (torch.Tensor.double, r"must be integers .*not \[2, 11, 3, 3\] of torch.float64"),
     "a-list": (torch.Tensor.tolist, "must be integers .*not list"),
     "no-such-expert": (lambda e: e.where(e != 8, 9), "3 different experts from 0 to 8"),
+    "flags": (lambda e: e.bool(), "integers .* of torch.bool"),
     "twice": (lambda e: e[..., :1].expand(-1, -1, -1, 3), "3 different experts"),
     "partly-free": (lambda e: e.index_fill(-1, torch.tensor([1]), -1), "-1 in all of these places"),
 }
