@@ -54,6 +54,11 @@ def sizes(config) -> DSparkConfig:
     )
 
 
+def rate_at(step: int, steps: int, peak: float) -> float:
+    """Linear warmup, then a line down to a fiftieth of the peak."""
+    return peak * min(1.0, (step + 1) / 50) * max(1 - step / steps, 0.02)
+
+
 def prompts(tokenizer, text: str, count: int, seed: int) -> torch.Tensor:
     """[count or fewer, PROMPT]: beginnings of windows of the documents in the text, drawn without repetition."""
     ids = [tokenizer(document, verbose=False).input_ids for document in text.split(SEPARATOR)]
@@ -194,7 +199,7 @@ def train(options: argparse.Namespace) -> None:
         rows = torch.randint(len(windows), (ROWS,), generator=draw)
         anchors = torch.randint(1, WINDOW - draft.config.block_size, (BLOCKS,), generator=draw)
         loss, share = block_loss(draft, lm_head, windows[rows], taps[rows].float(), outputs[rows].float(), anchors)
-        rate = options.rate * min(1.0, (step + 1) / 50) * max(1 - step / options.steps, 0.02)
+        rate = rate_at(step, options.steps, options.rate)
         for group in optimizer.param_groups:
             group["lr"] = rate if group["algorithm"] == "muon" else ADAMW * rate
         optimizer.zero_grad()

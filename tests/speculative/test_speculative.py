@@ -190,6 +190,16 @@ def trainer():
     return importlib.import_module("kimi_k3.speculative.training")
 
 
+def test_a_draft_of_any_model_and_its_rate(trainer):
+    sizes = trainer.sizes(tiny.config("kmkkmkkmkkmk", q_lora_rank=None, hidden_size=72, pad_token_id=5))
+    assert sizes.target_layer_ids == (3, 6, 9, 11) and trainer.sizes(tiny.config("km")).target_layer_ids == (0, 1)
+    assert (sizes.intermediate_size, sizes.q_lora_rank, sizes.mask_token_id) == (288, 36, 5)
+    assert (sizes.num_hidden_layers, sizes.markov_rank, sizes.block_size) == (1, 64, 5)
+    assert trainer.sizes(tiny.config("km", q_lora_rank=18, pad_token_id=None)).q_lora_rank == 18
+    rates = [trainer.rate_at(step, 200, 2.0) for step in (0, 49, 100, 199)]
+    assert rates == pytest.approx([2.0 / 50, 2.0 * (1 - 49 / 200), 1.0, 2.0 * 0.02])
+
+
 def test_the_training_objective_learns_the_target(model, trainer):
     """A few steps of the trainer on random windows: its loss falls and its acceptance rises."""
     torch.manual_seed(0)
