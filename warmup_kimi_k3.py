@@ -90,7 +90,7 @@ def warm_up_all(
 
 
 def _generate(model, ids, mask):
-    settings = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0)
+    settings = GenerationConfig(max_new_tokens=2, pad_token_id=0)
     # What these leave open comes from the model's own settings: an end, which zeros may be, or strings to stop at. A
     # copy, which shares all modules, because other threads may generate with the model meanwhile.
     plain = copy.copy(model)
