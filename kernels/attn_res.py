@@ -4,7 +4,8 @@ For sources v_1..v_n of one token (Attention Residuals, arXiv 2603.15031; Kimi K
 
     r_i = rsqrt(mean(v_i^2) + eps);   s_i = r_i <w, v_i>, w = norm.weight * proj.weight;   out = sum_i softmax(s)_i v_i
 
-The values are mixed un-normalised, there is no temperature. No [T, n, d] stack is made.
+The values are mixed un-normalised, there is no temperature. A [T, n, d] stack is made of few tokens only, for which the
+number of operators is what counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from . import dispatch, norms, operators
 
 # The widest row that one program of the Triton kernels holds.
 MAX_WIDTH = 16384
+# Values of a source up to which the torch form stacks the sources, a third of the operators.
+MAX_STACKED = 2**16
 
 
 def attn_res_mix(
@@ -72,7 +75,14 @@ def _mix(sources, norm_weight, proj_weight, eps, out_weight, out_eps):
 
 def _composed(sources, norm_weight, proj_weight, eps):
     dtype = torch.promote_types(sources[-1].dtype, torch.float32)
-    query = norm_weight.to(dtype) * proj_weight.to(dtype).view(-1)
+    query = norms.cast(norm_weight, dtype) * norms.cast(proj_weight, dtype).view(-1)
+    if not torch.compiler.is_compiling() and sources[-1].numel() <= MAX_STACKED:
+        shape = sources[-1].shape
+        stack = torch.stack(tuple(sources), dim=-2).view(-1, len(sources), shape[-1])
+        stack = norms.cast(stack, dtype)  # [tokens, n, d]
+        scores = norms.inverse_rms(stack, eps) * (stack * query).sum(-1, keepdim=True)
+        mixed = torch.bmm(scores.softmax(1).transpose(1, 2), stack)
+        return norms.cast(mixed.view(shape), sources[-1].dtype)
     scores = []
     for source in sources:
         source = source.to(dtype)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import dispatch, operators
+from . import dispatch, norms, operators
 
 L2_EPS = 1e-6
 CHUNK = 64
@@ -104,15 +104,15 @@ def working_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
     """Autocast off: the parts that the architecture defines in float32 stay so under mixed precision."""
-    if device.type == "meta":
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # a context costs 10 us to make and enter
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def l2norm(x: torch.Tensor, eps: float = L2_EPS) -> torch.Tensor:
     """x / sqrt(sum(x^2) + eps) over the last dimension, in float32 (float64 for float64). eps belongs to the sum."""
-    x = x.to(working_dtype(x))
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+    x = norms.widened(x)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True).add_(eps))
 
 
 def kda_gate(logits: torch.Tensor, parameters: KDAParameters) -> torch.Tensor:
@@ -129,8 +129,8 @@ def kda_gate(logits: torch.Tensor, parameters: KDAParameters) -> torch.Tensor:
     """
     dtype = working_dtype(logits)
     heads, size = logits.shape[-2:]
-    z = logits.to(dtype) + parameters.dt_bias.to(dtype).view(heads, size)
-    rate = parameters.A_log.to(dtype).exp().view(heads, 1)
+    z = norms.cast(logits, dtype) + norms.cast(parameters.dt_bias, dtype).view(heads, size)
+    rate = norms.cast(parameters.A_log, dtype).exp().view(heads, 1)
     if parameters.lower_bound is None:
         # threshold: softplus(z) differs from z by less than a float64 can hold
         return -rate * F.softplus(z, threshold=40.0)
@@ -192,18 +192,17 @@ def composed_kda(
     """`fused_kda` of the functions of this file."""
     q, k, v, g, beta = inputs
     state_dtype = working_dtype(q) if initial_state is None else initial_state.dtype
-    prepared = (
-        l2norm(q, parameters.l2_eps),
-        l2norm(k, parameters.l2_eps),
-        v,
-        kda_gate(g, parameters),
-        torch.sigmoid(beta.to(torch.promote_types(beta.dtype, torch.float32))),
-    )
-    if 0 < q.shape[1] <= FEW_TOKENS and cu_seqlens is None:
+    few = 0 < q.shape[1] <= FEW_TOKENS and cu_seqlens is None
+    if few:  # one norm of both: half the operators
+        q, k = l2norm(torch.stack((q, k)), parameters.l2_eps).unbind(0)
+    else:
+        q, k = l2norm(q, parameters.l2_eps), l2norm(k, parameters.l2_eps)
+    prepared = q, k, v, kda_gate(g, parameters), torch.sigmoid(norms.widened(beta))
+    if few:
         out, state = recurrent_kda(*prepared, initial_state=initial_state)
     else:
         out, state = chunk_kda(*prepared, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    return out.to(v.dtype), state.to(state_dtype)
+    return norms.cast(out, v.dtype), norms.cast(state, state_dtype)
 
 
 def fused_kda_states(
@@ -350,17 +349,18 @@ def recurrent_kda(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The recurrence, one token after another; arguments and results as `chunk_kda` without `cu_seqlens`."""
     dtype = working_dtype(q)
-    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (norms.cast(x, dtype) for x in (q, k, v, g, beta))
     batch, length, heads, key_size = q.shape
     q = q * (key_size**-0.5 if scale is None else scale)
-    state = _entry_state(initial_state, batch, heads, key_size, v.shape[-1], q)
-    outputs = []
+    state = _entry_state(initial_state, batch, heads, key_size, v.shape[-1], q).reshape(batch * heads, key_size, -1)
+    decay, outputs = g.exp(), []
     for t in range(length):
-        state = state * g[:, t].exp()[..., None]
-        error = v[:, t] - torch.matmul(k[:, t, :, None], state).squeeze(-2)
-        state = state + k[:, t, :, :, None] * (beta[:, t, :, None] * error)[..., None, :]
-        outputs.append(torch.matmul(q[:, t, :, None], state).squeeze(-2))
-    return torch.stack(outputs, dim=1), state
+        query, key, keep = (x[:, t].reshape(batch * heads, 1, key_size) for x in (q, k, decay))
+        state = state * keep.transpose(1, 2)
+        error = torch.baddbmm(v[:, t].reshape(batch * heads, 1, -1), key, state, alpha=-1)
+        state = torch.baddbmm(state, key.transpose(1, 2), error * beta[:, t].reshape(batch * heads, 1, 1))
+        outputs.append(torch.bmm(query, state).view(batch, 1, heads, -1))
+    return torch.cat(outputs, dim=1), state.view(batch, heads, key_size, -1)
 
 
 def chunk_kda(
@@ -452,7 +452,7 @@ def _entry_state(initial_state, sequences, heads, key_size, value_size, like):
     if initial_state is None:
         return like.new_zeros(shape)
     _check_state(initial_state, shape)
-    return initial_state.to(like.dtype)
+    return norms.cast(initial_state, like.dtype)
 
 
 def _check_state(initial_state, shape):

@@ -6,6 +6,7 @@ from . import dispatch
 
 # The widest row that one program of the Triton kernels holds.
 MAX_WIDTH = 16384
+_WIDE = (torch.float32, torch.float64)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -21,11 +22,27 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
 
 
 def _composed(x, gate, weight, eps):
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    wide = widened(x)
+    wide = wide * inverse_rms(wide, eps)
     if gate is None:
-        return weight * wide.to(x.dtype)
-    return (wide * weight.to(wide.dtype) * torch.sigmoid(gate.to(wide.dtype))).to(x.dtype)
+        return weight * cast(wide, x.dtype)
+    return cast(wide * cast(weight, wide.dtype) * torch.sigmoid(cast(gate, wide.dtype)), x.dtype)
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in `dtype`; for one that is, `Tensor.to` costs what an operator costs."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """x in float32; float64 stays."""
+    return x if x.dtype in _WIDE else x.to(torch.float32)
+
+
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dimension, which is kept with size 1."""
+    # In place, and no mean: on a CPU a decoding step is what its operators cost.
+    return torch.rsqrt(x.square().sum(-1, keepdim=True).mul_(1.0 / x.shape[-1]).add_(eps))
 
 
 def _fused(x, gate, weight, eps):

@@ -72,7 +72,7 @@ def _weigh(scores, renormalize, scaling):
     """Weights of the chosen experts from their scores."""
     if renormalize:
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    return scores * scaling
+    return scores if scaling == 1.0 else scores * scaling
 
 
 def _limit_groups(choice, groups, kept):

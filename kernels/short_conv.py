@@ -8,7 +8,7 @@ History before the start of a sequence is zero. Accumulation is float32, the res
 import torch
 import torch.nn.functional as F
 
-from . import dispatch, operators
+from . import dispatch, norms, operators
 
 
 def short_conv(
@@ -48,6 +48,9 @@ def short_convs(
     # Compared and not put into a set: a graph for many lengths has shapes that are not numbers.
     kinds = [(x.shape, x.dtype, x.stride(), w.shape, w.dtype) for x, w in zip(inputs, weights, strict=True)]
     if all(kind == kinds[0] for kind in kinds[1:]):
+        one = bool(tails) and cu_seqlens is None and inputs[0].shape[1] == 1
+        if one and keep_tails and dispatch.operator_refusal(*inputs, *weights) is not None:
+            return _one_token(inputs, weights, tails)
         outputs = _outputs(inputs, weights, tails, cu_seqlens)
     else:
         each = _each(inputs, weights, tails)
@@ -71,7 +74,7 @@ def _each(inputs, weights, tails):
 
 
 def _in_type(tails, inputs):
-    return tails and tuple(tail.to(x.dtype) for x, tail in zip(inputs, tails, strict=True))
+    return tails and tuple(norms.cast(tail, x.dtype) for x, tail in zip(inputs, tails, strict=True))
 
 
 def _advance_tails(inputs, tails, weights, cu_seqlens):
@@ -100,6 +103,17 @@ def _composed(x, weight, tail, cu_seqlens):
     for window, tap in zip(_windows(x, weight.shape[-1], tail, cu_seqlens), taps, strict=True):
         total = window.to(accumulate) * tap if total is None else torch.addcmul(total, window.to(accumulate), tap)
     return F.silu(total).to(x.dtype)
+
+
+def _one_token(inputs, weights, tails):
+    """Outputs and new tails of one token each behind a tail, all of one shape: joint torch operators, a few."""
+    windows = torch.cat([part for pair in zip(tails, inputs, strict=True) for part in pair], dim=1)
+    windows = windows.unflatten(1, (len(inputs), -1))  # [B, n, W, P]
+    wide = norms.widened(windows)
+    taps = norms.cast(torch.cat(weights, dim=1).permute(1, 2, 0), wide.dtype)  # [n, W, P]
+    total = (wide * taps).sum(2, keepdim=True)
+    # The tails are views: a joint tensor with one input more.
+    return norms.cast(F.silu(total), windows.dtype).unbind(1), windows[:, :, 1:].unbind(1)
 
 
 def _parted(tensors, count):

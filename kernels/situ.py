@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from . import dispatch
+from . import dispatch, norms
 
 
 def situ_glu(gate: torch.Tensor, up: torch.Tensor | None, beta: float, linear_beta: float | None) -> torch.Tensor:
@@ -31,11 +31,11 @@ def _composed(gate, up, beta, linear_beta):
         gate, up = gate.chunk(2, dim=-1)
     if beta is None:
         return F.silu(gate) * up
-    dtype = torch.promote_types(gate.dtype, torch.float32)
-    a, b = gate.to(dtype), up.to(dtype)
+    a, b = norms.widened(gate), norms.widened(up)
+    largest = beta
     if linear_beta is not None:
-        b = linear_beta * torch.tanh(b / linear_beta)
-    return (beta * torch.tanh(a / beta) * torch.sigmoid(a) * b).to(gate.dtype)
+        b, largest = torch.tanh(b / linear_beta), beta * linear_beta
+    return norms.cast(torch.tanh(a / beta) * torch.sigmoid(a) * b * largest, gate.dtype)
 
 
 def _fused(gate, up, beta, linear_beta):

@@ -41,6 +41,24 @@ def test_short_conv_over_pieces_shorter_than_the_kernel(pieces):
     assert torch.equal(tail, x[:, -3:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_short_convs_of_one_token_are_those_of_each_input(dtype):
+    """Several inputs behind tails go through joint operators; two rows, so that a mixed-up layout shows."""
+    torch.manual_seed(0)
+    inputs = tuple(torch.randn(2, 1, 6, dtype=dtype) for _ in range(3))
+    tails = tuple(torch.randn(2, 3, 6, dtype=dtype) for _ in range(3))
+    weights = tuple(torch.randn(6, 1, 4, dtype=torch.float64) for _ in range(3))
+    outputs, new_tails = short_conv.short_convs(inputs, weights, tails)
+    for x, tail, weight, out, new_tail in zip(inputs, tails, weights, outputs, new_tails, strict=True):
+        behind = torch.cat([tail, x], dim=1)
+        expected = torch.stack([conv_oracle(row, weight)[3:] for row in behind.double()])
+        assert out.dtype == dtype and out.shape == x.shape
+        # bfloat16: the convolution sums in float32 and rounds once
+        torch.testing.assert_close(out, expected.to(dtype), rtol=2**-8 if dtype == torch.bfloat16 else 1e-12, atol=0)
+        assert torch.equal(new_tail, behind[:, 1:])
+    assert short_conv.short_convs(inputs, weights, tails, keep_tails=False)[1] is None
+
+
 def test_short_conv_restarts_at_every_sequence():
     """Fault 55: the first tokens of a second document equal a fresh start; empty sequences keep their tail."""
     torch.manual_seed(0)
@@ -100,6 +118,23 @@ def test_attn_res_mix(count):
     torch.testing.assert_close(out, attn_res_oracle(sources, norm, proj, 1e-5))
     reordered = attn_res.attn_res_mix(sources[::-1], norm, proj, 1e-5)
     torch.testing.assert_close(out, reordered)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 24), (2, 3, 24)])
+def test_attn_res_mix_of_few_tokens_is_that_of_many(shape, monkeypatch):
+    """Few are stacked; values and gradients are those of the other form."""
+    torch.manual_seed(0)
+    sources = [torch.randn(*shape, dtype=torch.float64) for _ in range(3)]
+    norm, proj = torch.randn(24, dtype=torch.float64), torch.randn(1, 24, dtype=torch.float64)
+
+    def run(most):
+        monkeypatch.setattr(attn_res, "MAX_STACKED", most)
+        leaves = [x.clone().requires_grad_() for x in (*sources, norm, proj)]
+        out = attn_res.attn_res_mix(leaves[:3], *leaves[3:], 1e-5)
+        weighed = (out * torch.linspace(-1, 1, 24, dtype=torch.float64)).sum()
+        return out, *torch.autograd.grad(weighed, leaves)
+
+    torch.testing.assert_close(run(2**16), run(0))
 
 
 def test_attn_res_mix_in_bfloat16_rounds_once():
