@@ -410,13 +410,16 @@ class KimiK3MLAttention(nn.Module):
         return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
 
 
-def glu(config: KimiK3TextConfig, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-    """The gated activation that the config names; without `up`, gate is [..., 2 m] with the columns of both."""
-    if config.hidden_act == "situ":
-        beta = config.activation_situ_beta
-        assert beta is not None  # the configuration has checked it
-        return situ.situ_glu(gate, up, beta, config.activation_situ_linear_beta)
-    return situ.swiglu(gate, up)
+def activation_betas(config: KimiK3TextConfig) -> tuple[float | None, float | None]:
+    """The two numbers of the gated activation that the config names, as `glu` takes them; None and None for SwiGLU."""
+    is_situ = config.hidden_act == "situ"
+    return (config.activation_situ_beta, config.activation_situ_linear_beta) if is_situ else (None, None)
+
+
+def glu(betas: tuple[float | None, float | None], gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """The gated activation of these `activation_betas`; without `up`, gate is [..., 2 m] with the columns of both."""
+    beta, linear_beta = betas
+    return situ.swiglu(gate, up) if beta is None else situ.situ_glu(gate, up, beta, linear_beta)
 
 
 def fused_experts(
@@ -429,12 +432,9 @@ def fused_experts(
     scales: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor | None:
     """`kernels.experts.fused_experts` with the gated activation that the config names."""
-    config = experts.config
-    is_situ = config.hidden_act == "situ"
-    betas = (config.activation_situ_beta, config.activation_situ_linear_beta) if is_situ else (None, None)
     # Expert parallelism marks the tokens of other processes' experts with numbers past the last of its own.
-    elsewhere = experts.num_experts < expert_sizes(config)[0]
-    return experts_op.fused_experts(x, expert_ids, expert_weights, gate_up, down, scales, *betas, elsewhere)
+    elsewhere = experts.num_experts < experts.experts_of_all
+    return experts_op.fused_experts(x, expert_ids, expert_weights, gate_up, down, scales, *experts.betas, elsewhere)
 
 
 def expert_sizes(config: KimiK3TextConfig) -> tuple[int, int, int]:
@@ -449,13 +449,13 @@ class KimiK3MLP(nn.Module):
 
     def __init__(self, config: KimiK3TextConfig, intermediate_size: int):
         super().__init__()
-        self.config = config
+        self.betas = activation_betas(config)
         self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(glu(self.config, self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(glu(self.betas, self.gate_proj(x), self.up_proj(x)))
 
 
 class KimiK3TopkRouter(nn.Module):
@@ -468,6 +468,11 @@ class KimiK3TopkRouter(nn.Module):
         self.config = config
         dtype = torch.get_default_dtype() if config.has_softplus_gate else at_least_float32()
         experts, _, _ = expert_sizes(config)
+        top_k = config.num_experts_per_token
+        assert top_k is not None  # there are experts
+        self.top_k, self.activation = top_k, config.moe_router_activation_func
+        self.weighting = config.moe_renormalize and top_k > 1, config.routed_scaling_factor
+        self.groups = (config.num_expert_group or 1, config.topk_group or 1) if config.use_grouped_topk else (1, 1)
         self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
         # A buffer: it is moved by a balancing rule, not by gradients.
         self.register_buffer("e_score_correction_bias", torch.zeros(experts, dtype=dtype))
@@ -479,18 +484,14 @@ class KimiK3TopkRouter(nn.Module):
 
         `routed_experts` [T, k] were chosen by an earlier forward and are taken here too; a row of -1 leaves the choice.
         """
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        x = norms.widened(x)
         with kda.full_precision(x.device):
-            logits = F.linear(x.to(dtype), self.weight.to(dtype))
-        config, top_k = self.config, self.config.num_experts_per_token
-        assert top_k is not None  # there are experts
-        groups = (config.num_expert_group or 1, config.topk_group or 1) if config.use_grouped_topk else (1, 1)
-        weighting = config.moe_renormalize and top_k > 1, config.routed_scaling_factor
-        bias, activation = self.e_score_correction_bias, config.moe_router_activation_func
-        chosen, weights = router.choose_experts(logits, bias, top_k, *weighting, *groups, activation=activation)
+            logits = F.linear(x, norms.cast(self.weight, x.dtype))
+        options, bias = (self.top_k, *self.weighting, *self.groups, self.activation), self.e_score_correction_bias
+        chosen, weights = router.choose_experts(logits, bias, *options)
         if routed_experts is not None:
             chosen = torch.where(routed_experts < 0, chosen, routed_experts)
-            weights = router.weigh_experts(logits, chosen, *weighting, activation=activation)
+            weights = router.weigh_experts(logits, chosen, *self.weighting, activation=self.activation)
         return logits, chosen, weights
 
 
@@ -502,11 +503,12 @@ class KimiK3Experts(nn.Module):
         super().__init__()
         self.config = config
         self.num_experts, size, width = expert_sizes(config)
+        self.experts_of_all, self.betas = self.num_experts, activation_betas(config)
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * width, size))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, size, width))
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return glu(self.config, gate_up)
+        return glu(self.betas, gate_up)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -521,7 +523,7 @@ class KimiK3Experts(nn.Module):
         if out is not None:
             return out
         # Expert parallelism marks the tokens of other processes with numbers past the last expert.
-        parallel = self.num_experts < expert_sizes(self.config)[0]
+        parallel = self.num_experts < self.experts_of_all
         on_device = experts_op.groups_on_device(hidden_states, *weights)
         if on_device and not parallel and not torch.compiler.is_compiling():
             # Tensor parallelism cuts the width, and adds what every process makes of its part in this dtype.
@@ -556,13 +558,14 @@ class KimiK3PackedExperts(nn.Module):
         super().__init__()
         self.config = config
         self.num_experts, size, width = expert_sizes(config)
+        self.experts_of_all, self.betas = self.num_experts, activation_betas(config)
         for name, rows, columns in (("gate_up_proj", 2 * width, size), ("down_proj", size, width)):
             for kind, bytes_a_row in (("packed", columns // 2), ("scale", columns // mxfp4.GROUP)):
                 data = torch.empty(self.num_experts, rows, bytes_a_row, dtype=torch.uint8)
                 self.register_parameter(f"{name}_{kind}", nn.Parameter(data, requires_grad=False))
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return glu(self.config, gate_up)
+        return glu(self.betas, gate_up)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

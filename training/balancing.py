@@ -88,7 +88,7 @@ class RouterRecorder:
             if self._ran[index] is not self.routers[index]:
                 self.take(index, self._ran[index])
             logits, real = output[3], getattr(kwargs.get("packing"), "order", None)
-            activation = self.routers[index].config.moe_router_activation_func
+            activation = self.routers[index].activation
             self.record(index, expert_scores(logits if real is None else logits[real], activation))
 
         return hook

@@ -65,8 +65,7 @@ def start_from(model, seed=3, scale=0.1):
 @pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
 def test_the_bias_is_the_quantile_of_the_margins(activation):
     """The published estimator, evaluated one expert at a time, and within a bin of the quantile by sorting."""
-    model = build()
-    model.config.moe_router_activation_func = activation
+    model = build(moe_router_activation_func=activation)
     start_from(model)
     old = biases(model).numpy().copy()
     ids = tokens(4, 50)
