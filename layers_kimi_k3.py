@@ -522,6 +522,10 @@ class KimiK3Experts(nn.Module):
         out = fused_experts(self, hidden_states, top_k_index, top_k_weights, *weights, None)
         if out is not None:
             return out
+        token = hidden_states, top_k_index, top_k_weights
+        if self.num_experts == self.experts_of_all and experts_op.is_one_token(*token, *weights):
+            gate_up, down = weights
+            return experts_op.token_experts(*token, lambda expert: (gate_up[expert], down[expert]), self._apply_gate)
         # Expert parallelism marks the tokens of other processes with numbers past the last expert.
         parallel = self.num_experts < self.experts_of_all
         on_device = experts_op.groups_on_device(hidden_states, *weights)
@@ -547,7 +551,10 @@ class KimiK3Experts(nn.Module):
 
 
 class KimiK3PackedExperts(nn.Module):
-    """Routed experts as packed MXFP4: bytes in, bytes out, one expert decoded at a time when tokens hit it."""
+    """Routed experts as packed MXFP4: bytes in, bytes out, one expert decoded at a time when tokens hit it.
+
+    On a CPU `decoded` keeps a few of them for the tokens that come one at a time.
+    """
 
     gate_up_proj_packed: nn.Parameter  # codes, two a byte
     gate_up_proj_scale: nn.Parameter  # a byte for 32 of them
@@ -563,6 +570,11 @@ class KimiK3PackedExperts(nn.Module):
             for kind, bytes_a_row in (("packed", columns // 2), ("scale", columns // mxfp4.GROUP)):
                 data = torch.empty(self.num_experts, rows, bytes_a_row, dtype=torch.uint8)
                 self.register_parameter(f"{name}_{kind}", nn.Parameter(data, requires_grad=False))
+        self.decoded = experts_op.DecodedExperts()
+
+    def _apply(self, fn, recurse=True):
+        self.decoded.clear()  # the module moves
+        return super()._apply(fn, recurse)
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         return glu(self.betas, gate_up)
@@ -576,6 +588,10 @@ class KimiK3PackedExperts(nn.Module):
         out = fused_experts(self, hidden_states, top_k_index, top_k_weights, *weights, scales)
         if out is not None:
             return out
+        token = hidden_states, top_k_index, top_k_weights
+        if self.num_experts == self.experts_of_all and experts_op.is_one_token(*token, *weights):
+            matrices_of = self.decoded.of(weights, scales, hidden_states.dtype)
+            return experts_op.token_experts(*token, matrices_of, self._apply_gate)
 
         def packed(expert):
             return (

@@ -10,12 +10,12 @@ tokens of a decoding step.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from . import dispatch, mxfp4, operators, situ
+from . import dispatch, mxfp4, norms, operators, situ
 
 # Pairs of token and expert that the Triton kernels take at once: bounds what lies between the two products.
 MOST_PAIRS = 2**18
@@ -63,6 +63,102 @@ def grouped_experts(
         out.index_add_(0, rows, result.to(out.dtype) * weights[start : start + count, None])
         start += count
     return out
+
+
+def is_one_token(x: torch.Tensor, *tensors: torch.Tensor) -> bool:
+    """Whether `token_experts` takes x [T, D] with these: one token on a CPU, of which no gradient is wanted."""
+    here = x.device.type == "cpu" and all(tensor.device == x.device for tensor in tensors)
+    return len(x) == 1 and here and not (torch.compiler.is_compiling() or dispatch.needs_grad(x, *tensors))
+
+
+def token_experts(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    weights_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """`grouped_experts` of one token: nothing to sort, and as few operators as go.
+
+    Args:
+        x: [1, D].
+        expert_ids: [1, k], all below E.
+        expert_weights, activation: as there.
+        weights_of: expert -> (gate_up [2M, D], down [D, M]).
+
+    Returns:
+        [1, D] float32 (float64 for float64 x), summed in the order of `expert_ids`.
+    """
+    matrices = [weights_of(expert) for expert in expert_ids[0].tolist()]
+    hidden = activation(torch.cat([F.linear(x, gate_up) for gate_up, _ in matrices]))
+    results = torch.cat([F.linear(row, down) for row, (_, down) in zip(hidden.split(1), matrices, strict=True)])
+    results = norms.widened(results)
+    return norms.cast(expert_weights, results.dtype) @ results
+
+
+class DecodedExperts:
+    """Packed experts of one layer as matrices, for single tokens on a CPU, where decoding costs more than the products.
+
+    Those that were hit last are kept, `BYTES` of them at most. They are those of the very tensors that are given, in
+    the version that autograd counts of each, or made anew: whoever writes behind its back, into `.data`, calls `clear`.
+    Copied and pickled it is empty.
+    """
+
+    BYTES = 2**23  # of a layer
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the one first whose last hit is longest ago
+        self._dtype: torch.dtype | None = None
+        # Of every tensor itself, an alias, which keeps its address from being used again, and its version.
+        self._made_of: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+    def of(
+        self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+        """What `token_experts` takes as `weights_of`.
+
+        Args:
+            weights, scales: packed `gate_up` and `down` as `fused_experts` takes them, and their scales.
+        """
+        if any(x.is_inference() for x in (*weights, *scales)):  # of these no versions are counted
+            return lambda expert: _decoded(expert, weights, scales, dtype)
+        if not self._is_of((*weights, *scales), dtype):
+            self.clear()
+            self._dtype, self._made_of = dtype, [(x, x.detach(), x._version) for x in (*weights, *scales)]
+        kept = self._kept
+        room = self.BYTES // (2 * dtype.itemsize * sum(x[0].numel() for x in weights))
+
+        def matrices(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+            found = kept.pop(expert, None)
+            if found is None:
+                found = _decoded(expert, weights, scales, dtype)
+                while kept and len(kept) >= room:
+                    kept.pop(next(iter(kept)))
+            if room:
+                kept[expert] = found
+            return found
+
+        return matrices
+
+    def _is_of(self, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> bool:
+        return self._dtype == dtype and all(
+            x is tensor and alias.data_ptr() == x.data_ptr() and version == x._version
+            for x, (tensor, alias, version) in zip(tensors, self._made_of, strict=True)
+        )
+
+    def __reduce__(self) -> tuple:
+        return DecodedExperts, ()
+
+
+def _decoded(expert, weights, scales, dtype):
+    gate_up, down = (
+        mxfp4.dequantize_mxfp4(packed[expert], scale[expert], dtype)
+        for packed, scale in zip(weights, scales, strict=True)
+    )
+    return gate_up, down
 
 
 def gathered_experts(

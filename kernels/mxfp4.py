@@ -26,6 +26,14 @@ def _make_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 _tables = functools.cache(_make_tables)
 
 
+@functools.cache
+def _pairs() -> torch.Tensor:
+    """[256] int64: the two float32 values of every byte in one number, so that a processor looks up a byte at once."""
+    byte = torch.arange(256)
+    codes, _ = _tables(byte.device)
+    return torch.stack([codes[byte & 15], codes[byte >> 4]], dim=-1).view(torch.int64).view(-1)
+
+
 def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Decode packed weights; the product is exact in bfloat16 over its normal range.
 
@@ -46,7 +54,11 @@ def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
         )
     # a traced graph makes its own: Dynamo does not trace through a cache
     codes, scales = (_make_tables if torch.compiler.is_compiling() else _tables)(packed.device)
-    values = codes[torch.stack([packed & 15, packed >> 4], dim=-1).long()]
+    if packed.device.type == "cpu" and not torch.compiler.is_compiling():
+        indices = packed.reshape(-1).to(torch.int32)
+        values = _pairs().index_select(0, indices).view(torch.float32)
+    else:
+        values = codes[torch.stack([packed & 15, packed >> 4], dim=-1).long()]
     grouped = values.reshape(*scale.shape, GROUP) * scales[scale.long()][..., None]
     return grouped.reshape(*packed.shape[:-1], packed.shape[-1] * 2).to(dtype)
 

@@ -1,6 +1,8 @@
 """The other reference operations: short convolution, depth mix, gated activations, MXFP4, routing, grouped experts."""
 
+import copy
 import math
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -301,6 +303,98 @@ def test_grouped_experts_equal_a_loop_over_tokens():
         )
         torch.testing.assert_close(out[t], expected)
     assert asked == sorted(set(ids.flatten().tolist())), "only experts that are hit are decoded"
+
+
+def test_one_token_has_the_experts_of_many():
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(5, 12, 8, dtype=torch.float64), torch.randn(5, 8, 6, dtype=torch.float64)
+    x, ids, weights = torch.randn(1, 8, dtype=torch.float64), torch.tensor([[4, 0, 3]]), torch.rand(1, 3)
+
+    def weights_of(expert):
+        return gate_up[expert], down[expert]
+
+    def activation(rows):
+        return situ.situ_glu(rows, None, 3.0, 2.0)
+
+    expected = experts.grouped_experts(x, ids, weights.double(), 5, weights_of, activation)
+    torch.testing.assert_close(experts.token_experts(x, ids, weights, weights_of, activation), expected)
+    single = experts.token_experts(
+        x.bfloat16(), ids, weights, lambda e: tuple(w.bfloat16() for w in weights_of(e)), activation
+    )
+    assert single.dtype == torch.float32
+
+
+def packed_experts(seed=0):
+    """Five experts [12, 64] and [64, 32]: packed weights, and their scales."""
+    torch.manual_seed(seed)
+    pairs = [mxfp4.quantize_mxfp4(torch.randn(5, *shape)) for shape in ((12, 64), (64, 32))]
+    return [packed for packed, _ in pairs], [scale for _, scale in pairs]
+
+
+def fresh(expert, weights, scales, dtype=torch.float32):
+    return [mxfp4.dequantize_mxfp4(w[expert], s[expert], dtype) for w, s in zip(weights, scales, strict=True)]
+
+
+def swap_data(tensor, other):
+    tensor.data = other.clone()
+
+
+def write(tensor, other):
+    tensor.copy_(other)
+
+
+def write_inferring(tensor, other):
+    with torch.inference_mode():
+        tensor.copy_(other)
+
+
+@pytest.mark.parametrize("change", [write, write_inferring, swap_data, None])
+@pytest.mark.parametrize("which", range(4))
+def test_decoded_experts_are_never_stale(which, change):
+    """Whichever of the four tensors is written, swapped or replaced (`change` None): to the bit as decoded anew."""
+    weights, scales = packed_experts()
+    others = [x for group in packed_experts(seed=1) for x in group]
+    decoded = experts.DecodedExperts()
+    before = decoded.of(weights, scales, torch.float32)(3)
+    assert before[0] is decoded.of(weights, scales, torch.float32)(3)[0], "nothing was kept"
+    if change is None:
+        (weights if which < 2 else scales)[which % 2] = others[which]
+    else:
+        change((*weights, *scales)[which], others[which])
+    after, expected = decoded.of(weights, scales, torch.float32)(3), fresh(3, weights, scales)
+    assert all(torch.equal(got, wanted) for got, wanted in zip(after, expected, strict=True))
+    assert not all(torch.equal(got, old) for got, old in zip(after, before, strict=True))
+
+
+def test_decoded_experts_stay_within_their_bytes(monkeypatch):
+    weights, scales = packed_experts()
+    one = 4 * (12 * 64 + 64 * 32)
+    decoded = experts.DecodedExperts()
+    monkeypatch.setattr(experts.DecodedExperts, "BYTES", 2 * one)
+    first = decoded.of(weights, scales, torch.float32)(0)[0]
+    for expert in (1, 0, 2):  # 0 was hit after 1, which goes
+        decoded.of(weights, scales, torch.float32)(expert)
+    assert list(decoded._kept) == [0, 2] and decoded.of(weights, scales, torch.float32)(0)[0] is first
+    held = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for pair in decoded._kept.values() for x in pair
+    }
+    assert sum(held.values()) == 2 * one
+    assert decoded.of(weights, scales, torch.bfloat16)(0)[0].dtype == torch.bfloat16
+    assert not copy.deepcopy(decoded)._kept and not pickle.loads(pickle.dumps(decoded))._kept
+    monkeypatch.setattr(experts.DecodedExperts, "BYTES", one - 1)
+    decoded.clear()
+    decoded.of(weights, scales, torch.float32)(0)
+    assert not decoded._kept, "an expert that does not fit was kept"
+
+
+def test_decoded_experts_of_tensors_without_versions_are_not_kept():
+    with torch.inference_mode():
+        weights, scales = packed_experts()
+        decoded = experts.DecodedExperts()
+        decoded.of(weights, scales, torch.float32)(2)
+        weights[0].zero_()
+        got = decoded.of(weights, scales, torch.float32)(2)
+    assert not got[0].any()
 
 
 def test_grouped_experts_combine_in_float32():
