@@ -10,6 +10,7 @@ tokens of a decoding step.
 """
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -107,6 +108,7 @@ class DecodedExperts:
     BYTES = 2**23  # of a layer
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # threads may share a model
         self.clear()
 
     def clear(self) -> None:
@@ -125,20 +127,22 @@ class DecodedExperts:
         """
         if any(x.is_inference() for x in (*weights, *scales)):  # of these no versions are counted
             return lambda expert: _decoded(expert, weights, scales, dtype)
-        if not self._is_of((*weights, *scales), dtype):
-            self.clear()
-            self._dtype, self._made_of = dtype, [(x, x.detach(), x._version) for x in (*weights, *scales)]
-        kept = self._kept
+        with self._lock:
+            if not self._is_of((*weights, *scales), dtype):
+                self.clear()
+                self._dtype, self._made_of = dtype, [(x, x.detach(), x._version) for x in (*weights, *scales)]
+            kept = self._kept
         room = self.BYTES // (2 * dtype.itemsize * sum(x[0].numel() for x in weights))
 
         def matrices(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-            found = kept.pop(expert, None)
-            if found is None:
-                found = _decoded(expert, weights, scales, dtype)
-                while kept and len(kept) >= room:
-                    kept.pop(next(iter(kept)))
-            if room:
-                kept[expert] = found
+            with self._lock:
+                found = kept.pop(expert, None)
+                if found is None:
+                    found = _decoded(expert, weights, scales, dtype)
+                    while kept and len(kept) >= room:
+                        kept.pop(next(iter(kept)))
+                if room:
+                    kept[expert] = found
             return found
 
         return matrices
