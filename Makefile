@@ -85,13 +85,17 @@ clean:
 	rm -rf .venv .venv-oldest build dist *.egg-info .hypothesis .mypy_cache .ruff_cache
 	find . '(' -name __pycache__ -o -name .pytest_cache ')' -type d -prune -exec rm -rf {} +
 
-# Editable, so that new files and folders are there without another install. Without compiling: Python compiles what it
-# imports, which is a small part of what is installed.
+# Editable, so that new files and folders are there without another install. pip would compile with one core, and Python
+# not at all where PYTHONDONTWRITEBYTECODE is set: every process of the suite would then compile what it imports. Some
+# packages hold files that are no Python.
 PIP_INSTALL := -m pip install -qq --no-compile
+COMPILE := -m compileall -qq -j 0
+
 $(NEWEST_READY): setup.py pyproject.toml
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP_INSTALL) '$(TORCH)'
 	.venv/bin/python $(PIP_INSTALL) -e '.[test]'
+	.venv/bin/python $(COMPILE) .venv/lib || true
 	touch $@
 
 # Stands on .venv, whose packages it sees behind its own, as pip does: only what the oldest release needs otherwise is
@@ -101,4 +105,5 @@ $(OLDEST_READY): $(NEWEST_READY)
 	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$(.venv-oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newest.pth"
 	.venv-oldest/bin/python $(PIP_INSTALL) '$(TORCH)' '$(OLDEST)' -e '.[test]'
+	.venv-oldest/bin/python $(COMPILE) .venv-oldest/lib || true
 	touch $@
