@@ -182,9 +182,9 @@ def through_accelerate(rank, folder, out):
         torch.save({"losses": losses, "weights": whole, "moments": moments}, out / "expected.pt")
 
 
-def sharded_trainer(model, out, steps, on_cpu=True, muon=False):
+def sharded_trainer(model, out, steps, on_cpu=True, muon=False, parts=False):
     """Trains under FSDP2 and saves half way and at the end, where the model is again what it was when its loss was
-    highest."""
+    highest; a checkpoint in parts only saves (`docs/parallel.md`)."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
@@ -193,13 +193,13 @@ def sharded_trainer(model, out, steps, on_cpu=True, muon=False):
         per_device_train_batch_size=1,
         learning_rate=5e-3,
         fsdp=True,
-        fsdp_config={"fsdp_version": 2},
+        fsdp_config={"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT" if parts else "FULL_STATE_DICT"},
         use_cpu=on_cpu,
         report_to="none",
         eval_strategy="steps",
         eval_steps=max(steps // 2, 1),
         save_steps=max(steps // 2, 1),
-        load_best_model_at_end=True,
+        load_best_model_at_end=not parts,
         metric_for_best_model="loss",
         greater_is_better=True,
         logging_steps=1,
@@ -258,6 +258,14 @@ def trainer(rank, folder, out, on_cpu=True):
     resumed = sharded_trainer(adapted(), out / "adapted", 2, on_cpu)
     resumed.train(resume_from_checkpoint=str(out / "adapted" / "checkpoint-1"))
     assert losses_of(resumed) == losses_of(trained) and losses_of(resumed, "eval_loss") == [best, last]
+
+    in_parts = [sharded_trainer(load(folder, dequantize=True), out / "parts", 2, on_cpu, parts=True) for _ in range(2)]
+    in_parts[0].train()
+    in_parts[1].train(resume_from_checkpoint=str(out / "parts" / "checkpoint-1"))
+    assert (out / "parts" / "checkpoint-1" / "pytorch_model_fsdp_0").is_dir()
+    for kind in ("loss", "eval_loss"):
+        first, second = (losses_of(each, kind) for each in in_parts)
+        assert len(first) == 2 and first == second
 
 
 def stop(*args, **kwargs):
