@@ -65,7 +65,8 @@ SAID = {
 # Keyword arguments whose loss shows in a text, in speed, on a GPU, or where a guard would have spoken.
 HARMLESS = {
     "help", "metavar", "description", "strict", "encoding", "daemon", "device", "num_warps", "num_stages",
-    "non_blocking", "marker", "label", "input_precision",
+    "non_blocking", "marker", "label", "input_precision", "thread_name_prefix",
+    "decoder",  # of `get_text_config`: no model of the family has two texts
 }  # fmt: skip
 SPEED = re.compile(r"measured|at once|memory|faster|fills|registers|at a time|costs (less|more)|program|interpreter")
 
