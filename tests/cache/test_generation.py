@@ -76,7 +76,12 @@ def test_generate_continues_from_a_returned_cache(model, prompt):
 
 
 def test_prefill_in_chunks(model, prompt):
-    assert torch.equal(generate(model, prompt, prefill_chunk_size=8), generate(model, prompt))
+    fed = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda module, args, out: fed.append(args[0].shape[1]))
+    text = generate(model, prompt, prefill_chunk_size=8)
+    hook.remove()
+    assert fed == [8, 8, 8, 8, 5, *[1] * (NEW - 1)]
+    assert torch.equal(text, generate(model, prompt))
 
 
 def test_inputs_embeds(model, prompt):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny
-from kimi_k3 import KimiK3ForCausalLM, layers_kimi_k3
+from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, layers_kimi_k3
 
 TOKENS = 7
 
@@ -109,6 +109,19 @@ def test_the_form_of_attention_with_fewer_multiplications():
     assert not attention._scores_are_many(queries[:, :, :1], torch.empty(2, most, 1, device="meta"))
     attention.kv_b_proj = torch.nn.Sequential(attention.kv_b_proj)  # whose call is more than a product
     assert not attention._absorbing_is_cheaper(1, 100)
+
+
+@torch.no_grad()
+def test_a_prompt_is_expanded_and_a_step_absorbed(monkeypatch):
+    model, taken = build("m"), []
+    for name in ("_expanded", "_absorbed"):
+        form = getattr(layers_kimi_k3.KimiK3MLAttention, name)
+        spy = lambda self, *args, name=name, form=form, **kw: taken.append(name) or form(self, *args, **kw)  # noqa: E731
+        monkeypatch.setattr(layers_kimi_k3.KimiK3MLAttention, name, spy)
+    ids, cache = torch.arange(3, 43)[None], HybridCache(model.config)
+    for start, end in ((0, 30), (30, 31), (31, 40)):
+        model(ids[:, start:end], **{CACHE_ARGUMENT: cache})
+    assert taken == ["_expanded", "_absorbed", "_absorbed"]
 
 
 def delta_attention(layer, config, xs):

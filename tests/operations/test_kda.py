@@ -106,6 +106,17 @@ def test_every_length(function, length):
     assert max(rms_ratio(got[name], value) for name, value in expected.items()) < 1e-12
 
 
+def test_steps_that_are_prepared_together(monkeypatch):
+    """All that autograd records; else as many chunks as stay below a number of tokens, one step at least."""
+    monkeypatch.setattr(kda, "GROUP_TOKENS", 4 * CHUNK)
+    steps, plain, leaf = [0, 3, 5, 6, 7, 12, 13], torch.zeros(1), torch.zeros(1, requires_grad=True)
+    assert kda._groups(steps, plain, plain) == [(0, 1), (1, 4), (4, 5), (5, 6)]
+    assert kda._groups(steps, plain, leaf) == [(0, 6)]
+    with torch.no_grad():
+        assert kda._groups(steps, plain, leaf) == [(0, 1), (1, 4), (4, 5), (5, 6)]
+    assert kda._groups([0, 9], plain) == [(0, 1)]
+
+
 def test_few_tokens_go_one_after_another(monkeypatch):
     """What that costs less than, a chunk that is mostly padding, has the same results."""
     taken = []

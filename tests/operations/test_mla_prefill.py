@@ -51,6 +51,17 @@ def test_blocks_equal_all_keys_at_once(tokens, keys, size, value_size, dtype, bo
     assert ((got.double() - expected).norm() / expected.norm()).item() < bound
 
 
+def test_where_no_fused_kernel_runs():
+    """What other devices take is what a CPU's kernel gives, its sums included, causal or not."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 9, 16), torch.randn(2, 3, 9, 16)
+    for causal, keys in ((True, 5), (False, 9)):
+        parts = [x.double() for x in (query, key[:, :, :keys], value[:, :, :keys])]
+        found = mla_prefill._composed(*parts, causal, 0.3), mla_prefill._attention(*parts, causal, 0.3)
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=1e-6, atol=1e-6)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("folder", ["k3_tiny_mxfp4", "kimi_linear_flat"])
 def test_chunks_of_a_prompt(data_dir, folder, monkeypatch):
