@@ -103,6 +103,17 @@ def test_padding_anywhere(model, wide):
         torch.testing.assert_close(logits[row, real], model(ids[row, real][None]).logits[0], **EXACT)
 
 
+@torch.no_grad()
+def test_the_smallest_cache_holds_a_token(model):
+    ids = tokens(2, 2)
+    cache = HybridCache(model.config, max_length=1)
+    assert torch.equal(model(ids[:, :1], **{CACHE: cache}).logits, model(ids[:, :1]).logits)
+    with pytest.raises(RuntimeError, match="has room for 1 tokens"):
+        model(ids[:, 1:], **{CACHE: cache})
+    with pytest.raises(ValueError, match="max_length=0: a static cache needs room for a token"):
+        HybridCache(model.config, max_length=0)
+
+
 @pytest.mark.one_release
 @pytest.mark.parametrize("model", ["k3_tiny_mxfp4", "kimi_linear_flat"], indirect=True)
 @torch.no_grad()
