@@ -242,6 +242,10 @@ def test_data_sheets():
         "b200": (192e9, 8e12, 2250e12, 900e9),
         "b300": (288e9, 8e12, 2250e12, 900e9),
     }
+    # What one H200 was measured to reach of them: 4.22 TB/s and 693 TFLOP/s.
+    node = formulas.Node(formulas.GPUS["h200"], 2)
+    assert node.seconds(2 * 693e12, 0) == pytest.approx(1) == node.seconds(0, 2 * 4.22e12)
+    assert node.seconds(693e12, 4 * 4.22e12) == pytest.approx(2)
 
 
 def test_mla_of_deepseek_has_our_latent_and_no_formula_is_an_error():
