@@ -524,8 +524,9 @@ class KimiK3Experts(nn.Module):
             return out
         token = hidden_states, top_k_index, top_k_weights
         if self.num_experts == self.experts_of_all and experts_op.is_one_token(*token, *weights):
-            gate_up, down = weights
-            return experts_op.token_experts(*token, lambda expert: (gate_up[expert], down[expert]), self._apply_gate)
+            return experts_op.token_experts(
+                *token, lambda expert: (self.gate_up_proj[expert], self.down_proj[expert]), self._apply_gate
+            )
         # Expert parallelism marks the tokens of other processes with numbers past the last expert.
         parallel = self.num_experts < self.experts_of_all
         on_device = experts_op.groups_on_device(hidden_states, *weights)
