@@ -29,7 +29,7 @@ from ..costs.formulas import text_cost
 from ..fingerprint_kimi_k3 import model_fingerprint
 from ..modeling_kimi_k3 import CACHE_ARGUMENT
 from .prefix_index import chained, token_bytes
-from .prefix_store import LATENTS, STATE, PrefixStore, Turn
+from .prefix_store import LATENTS, STATE, Lookup, PrefixStore, Turn
 from .tiers import recorded, secret_key
 
 # Reads from below the device that are under way at once: one that hangs shall not hold up those of others.
@@ -95,6 +95,8 @@ class PrefixCache(PrefixStore):
             the device until it ends. None: a forward ends at every state, which makes a hit exact to the last bit
             (docs/serving.md).
         write_through: copy to the lower tiers too; otherwise a part moves down when the tier above is full.
+        admission: "first" keeps every text; "second" what is asked for a second time, in whole blocks, so that texts
+            that nobody asks for again take no room. It remembers the last `ASKED` prefixes.
 
     With write-through the lower tiers take a new part at once, but as the device's tensors. A thread replaces these by
     copies and writes the files once the forward or generation that made the part is over, or `flush` or `close` asks.
@@ -115,6 +117,7 @@ class PrefixCache(PrefixStore):
         every: int = 32768,
         write_through: bool = True,
         chunk: int | None = None,
+        admission: str = "first",
     ):
         if block < 1 or every < block or every % block:
             raise ValueError(f"every ({every}) must be a positive multiple of block ({block})")
@@ -124,10 +127,13 @@ class PrefixCache(PrefixStore):
             raise ValueError("budgets are numbers of bytes that are not negative")
         if (folder is None) != (disk_bytes == 0):
             raise ValueError("folder and disk_bytes belong together: give both or neither")
+        if admission not in ("first", "second"):
+            raise ValueError(f"admission is 'first' or 'second', but got {admission!r}")
         cost = text_cost(model.config.get_text_config(decoder=True), dtype_bytes=model.dtype.itemsize)
         namespace = numerics_fingerprint(model)
+        is_second = admission == "second"
         super().__init__(
-            model.device, namespace, cost, device_bytes, host_bytes, folder, disk_bytes, block, write_through
+            model.device, namespace, cost, device_bytes, host_bytes, folder, disk_bytes, block, write_through, is_second
         )
         self.model, self.every, self.chunk = model, every, chunk
         self.lookups = self.hits = self.hit_tokens = self.computed_tokens = 0
@@ -275,7 +281,8 @@ class PrefixCache(PrefixStore):
         """A `Prefilled` whose segment is pinned inside the block; copies and files wait for the block's end."""
         tokens = self._tokens(input_ids)
         last = len(tokens) - 1
-        with closing(self.begin(tokens, last, cache_salt)) as turn, torch.no_grad():
+        asked = Lookup(tokens, last, cache_salt, self.worth(tokens, cache_salt))
+        with closing(self.begin(asked)) as turn, torch.no_grad():
             done = Prefilled(HybridCache(self.model.config), turn)
             cache = done.cache
             self._assemble(done, len(tokens))
@@ -340,12 +347,12 @@ class PrefixCache(PrefixStore):
             else:
                 layer.load(states[i], done.hit)
 
-    def begin_later(self, *args, **kwargs) -> "Future[Turn]":
+    def begin_later(self, asked: Lookup) -> "Future[Turn]":
         """`begin` in a thread."""
-        return self._reader.submit(self.begin, *args, **kwargs)
+        return self._reader.submit(self.begin, asked)
 
     def _prefetched(self, tokens: numpy.ndarray, cache_salt: str) -> int:
-        with closing(self.begin(tokens, len(tokens) - 1, cache_salt)) as turn:
+        with closing(self.begin(Lookup(tokens, len(tokens) - 1, cache_salt))) as turn:
             copied = recorded(self.device)
             if copied is not None:  # the caller may continue on another stream than this thread's
                 copied.synchronize()

@@ -16,6 +16,7 @@ The kind of a segment (`forward`) says which forwards computed it:
 """
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -206,3 +207,30 @@ class PrefixIndex:
                 if end == segment.end <= limit:
                     prefixes.append(segment)
         return sorted(prefixes[1:], key=lambda segment: -segment.end), min(shared, limit)
+
+
+class AskedPrefixes:
+    """Which prefixes, of whole blocks, were asked for: names of 16 bytes, at most `limit` of them. Those that were not
+    asked for the longest are forgotten first, and of one text the longest. Not locked either."""
+
+    def __init__(self, block: int, limit: int):
+        self.block, self.limit = block, limit
+        self._names: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def ask(self, tokens: numpy.ndarray, root: Segment) -> int:
+        """Tokens of the longest prefix of a text behind `root` that was asked for before; now all of them were."""
+        text, names, asked = hashlib.sha256(bytes.fromhex(root.key)), [], 0
+        for end in range(self.block, len(tokens) + 1, self.block):
+            text.update(token_bytes(tokens[end - self.block : end]))
+            names.append(text.digest()[:16])
+            if names[-1] in self._names:
+                asked = end
+        for name in reversed(names):
+            self._names[name] = None
+            self._names.move_to_end(name)
+        while len(self._names) > self.limit:
+            self._names.popitem(last=False)
+        return asked

@@ -25,7 +25,7 @@ from . import batch
 from .pool import Saved, Sequence, StatePool
 from .prefix_cache import PrefixCache
 from .prefix_index import TOGETHER, Segment, alone
-from .prefix_store import Turn
+from .prefix_store import Lookup, Turn
 from .scheduler import Request
 
 logger = logging.getLogger(__name__)
@@ -66,14 +66,16 @@ class RequestPrefixes:
         if self.cache is None:
             return
         text = numpy.array(request.prompt + request.new, dtype=numpy.int64)
-        asked = text, len(text) - 1, request.cache_salt, self.kind, self._accepts(request)
         try:
             self.cache.check()
-            turn = self.cache.begin(*asked, may_read=False)
+            salt, again = request.cache_salt, request.turn
+            worth = self.cache.worth(text, salt) if again is None else again.worth
+            asked = Lookup(text, len(text) - 1, salt, worth, self.kind, self._accepts(request))
+            turn = self.cache.begin_near(asked)
             if turn is not None:
                 self._start(request, turn)
             else:
-                request.reading = self.cache.begin_later(*asked)
+                request.reading = self.cache.begin_later(asked)
                 request.reading.add_done_callback(lambda _: self.is_read())
         except Exception as error:  # of one request, which must not end the others
             request.error = error
@@ -103,6 +105,7 @@ class RequestPrefixes:
         if request.turn is not None:
             sibling.turn = request.turn.fork()
             if sibling.sequence is None:
+                sibling.course = self._course(sibling)
                 sibling.turn.close()
 
     def rest(self, request: Request) -> None:
@@ -122,6 +125,8 @@ class RequestPrefixes:
         elif request.turn is not None:
             if is_whole and request.sequence is not None:
                 self._keep(request)
+            if request.new:
+                request.course = self._course(request)
             request.turn.close()
 
     def _start(self, request: Request, turn: Turn) -> None:
@@ -131,30 +136,30 @@ class RequestPrefixes:
         if before is None:
             request.cached = turn.hit
             self.cache.count(turn, len(request.prompt))
-        elif self._is_fixed(request):
-            request.boundaries = [end for end in request.boundaries if end in before.splits]
-            request.stops = before.splits
+        elif request.course:
+            request.boundaries = [end for end in request.boundaries if end in request.course]
+            request.stops = request.course
         if turn.hit:
             states, rows = turn.take()
             latents = dict(zip(self.pool.latents, rows, strict=True))
             self.pool.restore(Saved(turn.hit, states, latents), request.sequence)
 
-    def _is_fixed(self, request: Request) -> bool:
-        """Whether tokens were chosen already by what depends on how the text was split."""
-        return self.is_alone and request.turn is not None and bool(request.new)
+    def _course(self, request: Request) -> list[int]:
+        """The longer of what is known and of what was run now, which began like it."""
+        return max(request.course, request.turn.splits, key=len) if self.is_alone else []
 
     def _accepts(self, request: Request) -> Callable[[Segment], bool]:
         """Which segments a request may start behind. In a batch: any. Else those whose bits it would compute itself:
         of one kind, and, if it is computed again, split as it was."""
         if not self.is_alone:
             return lambda segment: True
-        splits = request.turn.splits if self._is_fixed(request) else None
+        course = request.course
 
         def accepts(segment: Segment) -> bool:
             if any(part.forward != self.kind for part in segment.chain()):
                 return False
             own = segment.splits()
-            return splits is None or own == splits[: len(own)]
+            return not course or own == course[: len(own)]
 
         return accepts
 

@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -25,10 +26,12 @@ import torch
 
 from ..cache_layers_kimi_k3 import KDACacheLayer
 from ..costs.formulas import ModelCost
-from .prefix_index import PrefixIndex, Segment, ends_of, is_exact
+from .prefix_index import AskedPrefixes, PrefixIndex, Segment, ends_of, is_exact
 from .tiers import Behind, DiskTier, Entry, MemoryTier, PartId, Tensors, Tier
 
 LATENTS, STATE = "latents", "state"
+# Prefixes that a cache with second-hit admission remembers, at 137 bytes each: 33M tokens in blocks of 512.
+ASKED = 65536
 
 
 class Source(Protocol):
@@ -39,6 +42,27 @@ class Source(Protocol):
 
     def states(self) -> dict[int, list[torch.Tensor]]:
         """Of every KDA layer its tensors [1, ...] behind the last token that was fed; nobody may write to them."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What is asked for.
+
+    Attributes:
+        tokens: of the text, [T] int64.
+        limit: of them, the most that can be restored.
+        cache_salt: under which it was kept.
+        worth: up to which boundary it is worth keeping (`PrefixStore.worth`).
+        kind: of the forwards that will go on from there.
+        accepts: which segments may be gone on from.
+    """
+
+    tokens: numpy.ndarray
+    limit: int
+    cache_salt: str = ""
+    worth: float = float("inf")
+    kind: bytes = b""
+    accepts: Callable[[Segment], bool] = lambda segment: True
 
 
 class Turn:
@@ -52,16 +76,18 @@ class Turn:
             appends the end of each.
         exact: every one of them ended a forward of one kind, so that a cold run split there gives the same bits.
         segment: what was kept last, pinned until `close`; None from the first one on that found no room.
+        worth: tokens up to which it is kept; what lies behind was not asked for before.
         parts: what was restored, until `take`.
     """
 
-    def __init__(self, store: "PrefixStore", segment: Segment, shared: int, kind: bytes):
+    def __init__(self, store: "PrefixStore", segment: Segment, shared: int, asked: Lookup):
         self.segment: Segment | None = segment
         self.hit = self.kept = segment.end
         self.shared, self.splits = shared, segment.splits()
-        self.exact = is_exact(kind) and all(part.forward == kind for part in segment.chain())
+        self.exact = is_exact(asked.kind) and all(part.forward == asked.kind for part in segment.chain())
         self.parts: list[Tensors] = []
-        self._store, self._kind = store, kind
+        self.worth = max(asked.worth, shared)
+        self._store, self._kind = store, asked.kind
         self._resting: Segment | None = None
 
     def take(self) -> tuple[dict[int, list[torch.Tensor]], list[torch.Tensor]]:
@@ -89,6 +115,8 @@ class Turn:
             self.splits += ends
         elif ran != ends and is_exact(kind):  # no key says so
             self._let_go()
+        if self.kept > self.worth:
+            self._let_go()
         self.exact &= kind == self._kind
         self._store.append(self, tokens, source, steps, kind)
 
@@ -96,8 +124,7 @@ class Turn:
         """A second text that goes on from here."""
         forked = copy.copy(self)
         forked.splits, forked.parts = self.splits[:], []
-        if forked.segment is not None and not self._store.pin(forked.segment):
-            forked.segment = None
+        forked.segment = forked.segment and self._store.pin(forked.segment)
         return forked
 
     def rest(self) -> None:
@@ -107,9 +134,7 @@ class Turn:
 
     def resume(self) -> None:
         """Go on keeping behind what was kept, if that is still there."""
-        if self._resting is not None and self._store.pin(self._resting):
-            self.segment = self._resting
-        self._resting = None
+        self.segment, self._resting = self._resting and self._store.pin(self._resting), None
 
     def close(self) -> None:
         """The text has ended: what it made may go, and be copied to the tiers below."""
@@ -129,6 +154,7 @@ class PrefixStore:
     Args:
         namespace: hex digest that names the model.
         cost: of the model, by which parts are ranked.
+        asked_before: keep only what is asked for a second time.
     """
 
     def __init__(
@@ -142,6 +168,7 @@ class PrefixStore:
         disk_bytes: int,
         block: int,
         write_through: bool,
+        asked_before: bool,
     ):
         self.device, self.write_through = device, write_through
         self.index = PrefixIndex(namespace, block)
@@ -152,6 +179,7 @@ class PrefixStore:
         self.disk = None if folder is None else DiskTier(Path(folder), disk_bytes, namespace, self._behind)
         if self.disk:
             self.tiers.append(self.disk)
+        self._asked = AskedPrefixes(block, ASKED) if asked_before else None
         self._cost = cost
         self._lock = threading.RLock()
         self._looking = threading.Lock()  # of whoever looks through the folder, which holds up nobody else
@@ -161,53 +189,64 @@ class PrefixStore:
 
     # --- texts under way -----------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        tokens: numpy.ndarray,
-        limit: int,
-        cache_salt: str = "",
-        kind: bytes = b"",
-        accepts: Callable[[Segment], bool] = lambda segment: True,
-        may_read: bool = True,
-    ) -> Turn | None:
-        """A turn from the longest prefix of at most `limit` tokens that is kept, and that `accepts`.
-
-        Tensors are read outside the lock. A part that cannot be read is forgotten and the next best prefix tried.
-        Without `may_read` None where something may have to come from below the device's tier.
-        """
-        if not may_read and self.disk:
-            return None
-        while True:
-            self._adopt_files()
-            with self._lock:
-                self._drop_unwritten()
-                root = self.index.root_of(cache_salt)
-                prefixes, shared = self.index.matches(tokens, limit, root)
-                usable = (prefix for prefix in prefixes if self._is_kept(prefix, STATE) and accepts(prefix))
-                segment = next(usable, root)
-                segment.pin()
-            turn, chain = Turn(self, segment, shared, kind), segment.chain()
-            parts = [*((part, LATENTS) for part in chain), (segment, STATE)] if chain else []
-            try:
-                is_near = may_read or all((part.key, of) in self.tiers[0] for part, of in parts)
-                found = self._read_all(parts) if is_near else None
-            except BaseException:
-                turn.close()
-                raise
-            if found is not None:
-                turn.parts = found
-                return turn
-            turn.close()
-            if not may_read:
-                return None
-
-    def pin(self, segment: Segment) -> bool:
-        """Whether a segment is still there, which then stays until `release`."""
+    def worth(self, tokens: numpy.ndarray, cache_salt: str) -> float:
+        """Up to which boundary a text that is asked for now is worth keeping: any, or what was asked for before."""
+        if self._asked is None:
+            return float("inf")
         with self._lock:
-            is_there = self.index.has(segment)
-            if is_there:
-                segment.pin()
-            return is_there
+            root = self.index.root_of(cache_salt)
+            asked = self._asked.ask(tokens, root)
+            self.index.leave(root)
+            return asked
+
+    def begin(self, asked: Lookup) -> Turn:
+        """A turn from the longest prefix that is kept. Tensors are read outside the lock; a part that cannot be read is
+        forgotten and the next best prefix tried."""
+        turn = None
+        while turn is None:
+            self._adopt_files()
+            turn = self._begun(asked, lambda parts: True)
+        return turn
+
+    def begin_near(self, asked: Lookup) -> Turn | None:
+        """The same where the device's tier has all of it; None where something may have to be read from below."""
+        device = self.tiers[0]
+        return (
+            None if self.disk else self._begun(asked, lambda parts: all((s.key, kind) in device for s, kind in parts))
+        )
+
+    def _begun(self, asked: Lookup, may_read: Callable[[list[tuple[Segment, str]]], bool]) -> Turn | None:
+        with self._lock:
+            self._drop_unwritten()
+            root = self.index.root_of(asked.cache_salt)
+            prefixes, shared = self.index.matches(asked.tokens, asked.limit, root)
+            if asked.worth <= asked.limit:
+                shared = max(shared, int(asked.worth))
+            usable = (prefix for prefix in prefixes if self._is_kept(prefix, STATE) and asked.accepts(prefix))
+            segment = next(usable, root)
+            segment.pin()
+        turn, chain = Turn(self, segment, shared, asked), segment.chain()
+        parts = [*((part, LATENTS) for part in chain), (segment, STATE)] if chain else []
+        try:
+            found = self._read_all(parts) if may_read(parts) else None
+        except BaseException:
+            turn.close()
+            raise
+        if found is None:
+            turn.close()
+            return None
+        turn.parts = found
+        return turn
+
+    def pin(self, segment: Segment) -> Segment | None:
+        """The segment, which then stays until `release`; None if it was forgotten."""
+        with self._lock:
+            if segment.parent is None:  # of a salt that nobody used meanwhile there may be none, or another
+                segment = self.index.root_named(segment.key)
+            if not self.index.has(segment):
+                return None
+            segment.pin()
+            return segment
 
     def start_behind(self) -> None:
         """Begin the copies and files that wait, behind what this thread gave the device."""

@@ -48,6 +48,8 @@ class Request:
         is_alone: runs in forwards of its own.
         stops: tokens behind which a chunk has to end.
         boundaries: those of them up to which the prefix cache keeps it.
+        course: where its forwards ended up to the last one by which a token was chosen; where company must decide no
+            bit, it is computed again in the same way.
         turn: in the prefix cache; `turn.splits` and `turn.exact` say how it was computed.
         reading: what it waits for of the prefix cache.
     """
@@ -72,6 +74,7 @@ class Request:
     leader: "Request | None" = None
     stops: list[int] = field(default_factory=list)
     boundaries: list[int] = field(default_factory=list)
+    course: list[int] = field(default_factory=list)
     turn: Turn | None = None
     reading: "Future[Turn] | None" = None
     sequence: Sequence | None = None

@@ -44,6 +44,8 @@ TENSOR_PARALLEL = "parallel/test_tensor_parallel.py"
 BROKEN_OFF = "cache/test_broken_off.py"
 BATCHING = "serving/test_batching.py"
 MANAGER = "serving/test_batching_manager.py"
+BATCHING_PREFIXES = "serving/test_batching_prefixes.py"
+ADMISSION = "serving/test_prefix_admission.py"
 CLIENTS = "serving/test_clients.py"
 ROUTING = "model/test_router_replay.py"
 LABELS = "model/test_classification.py"
@@ -173,19 +175,19 @@ TESTS = {
     "serving/__init__.py": (SERVER,),
     "serving/apart.py": ("serving/test_apart.py",),
     "serving/batch.py": (BATCHING, "serving/test_apart.py"),
-    "serving/batching.py": (BATCHING, MANAGER),
+    "serving/batching.py": (BATCHING, MANAGER, BATCHING_PREFIXES),
     "serving/commands.py": (CLI, "serving/test_cache_commands.py", SERVER, ONE_LINE),
     "serving/engine.py": (SERVER, CLIENTS),
     "serving/manager.py": (MANAGER,),
     "serving/pool.py": (BATCHING,),
     "serving/prefix_cache.py": (DEFAULTS, PREFIX, SERVER),
     "serving/prefix_folder.py": ("serving/test_cache_commands.py", ODD_FOLDERS, PREFIX),
-    "serving/prefix_index.py": (PREFIX, PRIVACY),
-    "serving/prefix_requests.py": (BATCHING,),
-    "serving/prefix_store.py": (PREFIX, PRIVACY),
+    "serving/prefix_index.py": (PREFIX, PRIVACY, ADMISSION),
+    "serving/prefix_requests.py": (BATCHING_PREFIXES,),
+    "serving/prefix_store.py": (PREFIX, PRIVACY, BATCHING_PREFIXES, ADMISSION),
     "serving/replay.py": (REPLAY,),
     "serving/sampling.py": ("serving/test_sampling.py", "serving/test_structured.py"),
-    "serving/scheduler.py": (BATCHING,),
+    "serving/scheduler.py": (BATCHING, BATCHING_PREFIXES),
     "serving/server.py": (SERVER, CLIENTS),
     "serving/structured.py": ("serving/test_structured.py",),
     "serving/stopping.py": ("serving/test_stop.py",),
