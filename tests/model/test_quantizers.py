@@ -93,6 +93,12 @@ def bits8():
     return BitsAndBytesConfig(load_in_8bit=True)
 
 
+def bits4():
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True)
+
+
 def int8_weights():
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig
@@ -107,22 +113,27 @@ def quanto():
 
 
 @pytest.mark.parametrize(
-    "section, saves",
+    "section, error, saves",
     [
-        pytest.param(bits8, True, marks=needs("bitsandbytes")),
-        pytest.param(int8_weights, True, marks=needs("torchao")),
-        pytest.param(quanto, False, marks=needs("optimum")),
+        pytest.param(bits8, 0.1, True, marks=needs("bitsandbytes")),
+        pytest.param(bits4, 0.6, True, marks=needs("bitsandbytes")),
+        pytest.param(int8_weights, 0.1, True, marks=needs("torchao")),
+        pytest.param(quanto, 0.1, False, marks=needs("optimum")),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["float", "packed", "nested"])
 @torch.no_grad()
-def test_a_quantised_model_runs_saves_and_loads(name, section, saves, saved, tmp_path):
-    """Prefill, cached steps, saving and loading; experts that are packed stay so."""
+def test_a_quantised_model_runs_saves_and_loads(name, section, error, saves, saved, tmp_path):
+    """Prefill, cached steps, saving and loading; experts that are packed stay so.
+
+    Logits move by less than 10% with weights of 8 bits, and by 40% with the 15 values of FP4; those of another model
+    would be off by 140%.
+    """
     model = AutoModelForCausalLM.from_pretrained(saved[name], quantization_config=section(), dtype=torch.float32)
     exact = logits(AutoModelForCausalLM.from_pretrained(saved[name], dtype=torch.float32))
     expected = logits(model)
     spread = exact.square().mean().sqrt()
-    assert 0 < (expected - exact).square().mean().sqrt() < 0.1 * spread
+    assert 0 < (expected - exact).square().mean().sqrt() < error * spread
     begun = model(IDS[:, :-3], use_cache=True)
     cached = [begun.logits, *(model(IDS[:, i : i + 1], cache=begun.cache).logits for i in range(19, 22))]
     assert (torch.cat(cached, dim=1) - expected).square().mean().sqrt() < 0.02 * spread
