@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import kimi_k3
 from kimi_k3.eval import TASKS, ModelReader, Plan, Tokens, evaluate, harness, open_haystack
+from kimi_k3.training import lora_targets
 
 lm_eval = pytest.importorskip("lm_eval")
 TaskManager = pytest.importorskip("lm_eval.tasks").TaskManager
+Instance = pytest.importorskip("lm_eval.api.instance").Instance
 FOLDER = Path(kimi_k3.__file__).parent / "eval" / "tasks"
 
 
@@ -67,6 +70,37 @@ def test_every_task_has_its_yaml_and_the_harness_scores_as_we_do(checkpoint, tmp
             assert len(asked) == len(ours) and all(tokens.count(prompt) == 700 for prompt in asked)
             mean = sum(line["score"] for line in ours) / len(ours)
             assert math.isclose(found["results"][f"kimi_k3_{name}"]["recall,none"], mean)
+
+
+@pytest.mark.one_release
+@pytest.mark.parametrize("part", ["attention", "experts"])
+def test_an_adapter_of_a_folder_acts(part, checkpoint, data_dir, tmp_path):
+    """`--model_args pretrained=FOLDER,peft=ADAPTER`: its log-probability of a text is that of the adapted model."""
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    folder, adapter = tmp_path / "base", tmp_path / "adapter"
+    model = AutoModelForCausalLM.from_pretrained(data_dir / "k3_tiny_mxfp4", dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    tokenizer.save_pretrained(folder)
+    parts = dict.fromkeys(("attention", "dense", "experts", "shared", "latent"), False) | {part: True}
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **lora_targets(model, **parts))).eval()
+    adapted.save_pretrained(adapter)
+    context, answer = (tokenizer(text, return_tensors="pt").input_ids for text in ("some words", " follow"))
+    ids = torch.cat([context, answer], dim=1)
+
+    def log_probability():
+        with torch.no_grad():
+            logits = adapted(input_ids=ids).logits[0, context.shape[1] - 1 : -1]
+        # the harness cuts the vocabulary to the words of the tokenizer where an adapter is given
+        return logits[:, : len(tokenizer)].log_softmax(-1).gather(-1, answer[0, :, None]).sum().item()
+
+    expected = log_probability()
+    with adapted.disable_adapter():
+        assert abs(log_probability() - expected) > 0.01
+    read = huggingface.HFLM(pretrained=str(folder), peft=str(adapter), dtype="float32", device="cpu")
+    ((found, _),) = read.loglikelihood([Instance("loglikelihood", {}, ("some words", " follow"), 0)])
+    assert found == pytest.approx(expected, abs=1e-3)
 
 
 def test_the_command_hands_over_to_the_harness_with_our_tasks(monkeypatch):
