@@ -9,46 +9,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
+from many_requests import PAGE, alone, check_empty, greedy, model, run, text
 
 import tiny
 from kimi_k3.serving import scheduler
 from kimi_k3.serving.batch import Batch, next_logits
 from kimi_k3.serving.batching import BatchEngine
 from kimi_k3.serving.pool import StatePool
-from kimi_k3.serving.sampling import Sampler, Sampling
-from kimi_k3.serving.scheduler import Request
 
 pytestmark = pytest.mark.one_release
-PAGE = 8
-
-
-@functools.cache
-def model():
-    return tiny.model("kmkkm", **tiny.NO_SPECIAL).double()
-
-
-def text(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, tiny.VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@functools.cache
-def alone(prompt: tuple[int, ...], new: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    return model().generate(ids, max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
-
-
-def greedy(prompt, new, **options) -> Request:
-    return Request(list(prompt), new, Sampler(Sampling(temperature=0), list(prompt), frozenset()), **options)
-
-
-def run(engine: BatchEngine) -> None:
-    while engine.requests:
-        engine.step()
-
-
-def check_empty(pool: StatePool) -> None:
-    assert pool.free_slots == pool.sequences and pool.free_pages == pool.pages
-    assert not pool._holders
 
 
 # --- one forward -----------------------------------------------------------------------------------------------------

@@ -9,43 +9,29 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
-from test_batching import PAGE, alone, check_empty, greedy, model, run, text
+from many_requests import (
+    PAGE,
+    alone,
+    answered,
+    check_empty,
+    check_unused,
+    greedy,
+    make,
+    model,
+    run,
+    serving,
+    text,
+)  # fmt: skip
 
 import tiny
 from kimi_k3.serving import batching
 from kimi_k3.serving.batch import Batch, next_logits
 from kimi_k3.serving.batching import BatchEngine
 from kimi_k3.serving.pool import StatePool
-from kimi_k3.serving.prefix_cache import PrefixCache
 from waiting import PATIENCE, until
 
 pytestmark = pytest.mark.one_release
-BLOCK, EVERY = 4, 12
 STATE_BYTES = 3 * (5 * 8 * 8 + 3 * 3 * 40) * 8
-
-
-def make(net=None, **options) -> PrefixCache:
-    return PrefixCache(net or model(), **{"device_bytes": 1 << 30, "block": BLOCK, "every": EVERY, **options})
-
-
-def serving(cache, **options) -> BatchEngine:
-    return BatchEngine(cache.model, prefix_cache=cache, **{"tokens": 40 * PAGE, "page": PAGE, **options})
-
-
-def answered(engine, prompt, new=3, **options):
-    request = greedy(prompt, new, **options)
-    engine.submit(request)
-    run(engine)
-    if request.error is not None:
-        raise request.error
-    assert request.new == alone(tuple(prompt), new)
-    return request
-
-
-def check_unused(engine, cache):
-    """Nothing is pinned, and all memory is free."""
-    assert not cache.index.root.pins and not any(segment.pins for segment in cache.index.segments.values())
-    check_empty(engine.pool)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from test_batching import PAGE, alone, greedy, run, text
-from test_batching_prefixes import answered, check_unused, make, serving
+from many_requests import PAGE, alone, answered, check_unused, greedy, make, run, serving, text
 
 from kimi_k3.serving.prefix_index import AskedPrefixes, PrefixIndex
 
