@@ -55,7 +55,13 @@ def many(model, prompts, answers, running: int):
     engine = Recorded(model, sequences=running, tokens=running * (max(map(len, prompts)) + max(answers) + 64))
     begun: dict[int, float] = {}
     waits, ended = [], []
-    engine.scheduler.enter = lambda request: begun.setdefault(request.number, time.perf_counter())
+    enter = engine.prefixes.enter
+
+    def entered(request):
+        begun.setdefault(request.number, time.perf_counter())
+        enter(request)
+
+    engine.prefixes.enter = entered
     start = synchronize(model.device)
     for prompt, new in zip(prompts, answers, strict=True):
         request = Request(prompt, new, Sampler(Sampling(temperature=0), prompt, frozenset()))

@@ -37,17 +37,21 @@ def _send(link: socket.socket, head: dict[str, Any], tensors: dict[str, torch.Te
     return _SIZES.size + len(data) + len(body)
 
 
-def _receive(link: socket.socket) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """
+def _receive(link: socket.socket) -> tuple[dict[str, Any], dict[str, torch.Tensor], float]:
+    """Head and tensors of the next message, and the seconds from its first bytes to its last.
+
     Raises:
         EOFError: the other side has gone.
         ValueError: for what is no message.
     """
     head_size, size = _SIZES.unpack(_exactly(link, _SIZES.size))
+    begin = time.monotonic()
     if head_size > _MOST_HEAD or size > _MOST_TENSORS:
         raise ValueError("the other side sends something else than states of prompts")
     head = json.loads(_exactly(link, head_size))
-    return head, safetensors.load(bytes(_exactly(link, size))) if size else {}
+    body = bytes(_exactly(link, size))
+    seconds = time.monotonic() - begin
+    return head, safetensors.load(body) if size else {}, seconds
 
 
 def _exactly(link: socket.socket, size: int) -> bytearray:
@@ -129,13 +133,15 @@ class Prefiller:
         self._messages.put(None)
         self._thread.join()
         self.link.close()
+        if self._error is not None:
+            raise self._error
 
     def _send_all(self) -> None:
         try:
             while (message := self._messages.get()) is not None:
                 self.sent_bytes += _send(self.link, *message)
             self.link.shutdown(socket.SHUT_WR)
-        except OSError as error:
+        except Exception as error:  # which `prefill` and `close` raise
             self._error = error
 
 
@@ -169,9 +175,8 @@ class Receiver:
     def __iter__(self) -> Iterator[Arrived]:
         open_: dict[str, tuple[Arrived, int]] = {}
         while True:
-            begin = time.monotonic()
             try:
-                head, tensors = _receive(self.link)
+                head, tensors, seconds = _receive(self.link)
             except EOFError:
                 if open_:
                     raise ValueError(f"the other side has gone in the middle of {', '.join(open_)}") from None
@@ -181,10 +186,12 @@ class Receiver:
                 saved = Saved(len(head["prompt"]) - 1, {}, {})
                 open_[name] = Arrived(name, head["prompt"], saved), head["layers"]
                 continue
+            if name not in open_:
+                raise ValueError(f"the other side sends a layer of {name!r}, a prompt that it has not announced")
             arrived, layers = open_[name]
             arrived.saved.put(head["layer"], tensors)
             self.received_bytes += sum(tensor.nbytes for tensor in tensors.values())
-            self.seconds += time.monotonic() - begin
+            self.seconds += seconds
             if arrived.saved.layers == layers:
                 del open_[name]
                 yield arrived

@@ -143,8 +143,10 @@ class Batch:
             out = mla_decode.absorbed_attention(query, buffer, kv_b, module.scaling, *where)
             if out is not None:
                 return out
-        read = self._pages.gathered(buffer).to(query.dtype)
+        read = self._pages.gathered(buffer)[:, : max(self._ends)].to(query.dtype)
         mask = torch.arange(read.shape[1], device=buffer.device) < self._lengths[:, None]
+        if not is_flash_attention_requested(module.config):  # which take it as it is
+            mask = module.explicit_mask(mask, query, read.shape[1])
         return module.attend(query, read, mask, self._lengths, False, False, **kwargs)[0]
 
     def commit(self) -> None:

@@ -9,8 +9,10 @@
 """
 
 import contextlib
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -19,12 +21,24 @@ from .batch import Batch, next_logits
 from .pool import StatePool
 from .prefix_cache import PrefixCache
 from .prefix_requests import RequestPrefixes
-from .sampling import Choice, choose
+from .sampling import Choice, Sampler, choose
 from .scheduler import Request, Scheduler, Step
+
+logger = logging.getLogger(__name__)
 
 
 class EngineFull(Exception):
     """No more requests are taken: too many wait, or the engine is stopping."""
+
+
+_STOPPING = "no more requests are taken: the engine is stopping"
+
+
+class _Session:
+    """What `start` began and `stop` ends."""
+
+    thread: threading.Thread
+    is_stopping = is_aborting = False
 
 
 class BatchEngine:
@@ -33,19 +47,19 @@ class BatchEngine:
     Args:
         model: a Kimi K3 model with a language-model head, in evaluation mode, on one device.
         sequences: requests that run at a time.
-        memory: bytes of states and latents on the device; None: room for `tokens`.
-        tokens: of all running requests together, where `memory` does not say it.
+        memory: bytes of states and latents on the device at most.
+        tokens: of all running requests together at most; without either, 65,536.
         step_tokens: fed in one step at most, so that long prompts do not hold up the others.
         chunk: of a prompt, fed in one step at most. With `batch_invariant` chunks end at its multiples, and the last
             one of a step may exceed `step_tokens`.
         host_bytes: of requests that gave way, in host memory.
-        waiting: requests that may be there at once, running ones included.
+        waiting: requests that may wait for memory at once; None for any number.
         batch_invariant: no bit of a request's logits depends on the others: every forward has one request, split in
             one way. Costs what batching saves.
         prefix_cache: of this model; requests start from the longest prefix that it keeps, and their texts are kept.
 
     Raises:
-        ValueError: for a prefix cache of another model.
+        ValueError: for a prefix cache of another model, and for a model that this cannot run.
 
     Threads may `submit` and `cancel`. All callbacks of a request are called in the thread that steps.
     """
@@ -55,28 +69,38 @@ class BatchEngine:
         model: torch.nn.Module,
         sequences: int = 64,
         memory: int | None = None,
-        tokens: int = 65536,
+        tokens: int | None = None,
         step_tokens: int = 2048,
         chunk: int = 1024,
         host_bytes: int = 0,
-        waiting: int = 4096,
+        waiting: int | None = 4096,
         page: int = 64,
         batch_invariant: bool = False,
         prefix_cache: PrefixCache | None = None,
     ):
         if prefix_cache is not None and prefix_cache.model is not model:
             raise ValueError("the prefix cache is of another model: make one of this model")
+        if (refusal := _refusal(model)) is not None:
+            raise ValueError(refusal)
         self.model, self.waiting, self.batch_invariant = model, waiting, batch_invariant
+        if memory is None and tokens is None:
+            tokens = 65536
         self.pool = StatePool(model, sequences, memory, tokens, page)
-        self.prefixes = RequestPrefixes(prefix_cache, self.pool, chunk if batch_invariant else None, self._notify)
+        engine = weakref.ref(self)  # a cycle would keep the pool until the collector comes
+
+        def is_read() -> None:
+            if (alive := engine()) is not None:
+                alive._notify()
+
+        self.prefixes = RequestPrefixes(prefix_cache, self.pool, chunk if batch_invariant else None, is_read)
         self.scheduler = Scheduler(self.pool, step_tokens, chunk, batch_invariant, host_bytes, self.prefixes)
         self.steps = self.fed_tokens = 0
-        self._changed = threading.Condition()  # guards what is new and the three below
-        self._stepping = threading.Lock()
+        self._changed = threading.Condition()  # guards what is new and all below
         self._new: list[Request] = []
-        self._is_stopping = self._is_aborting = self._has_news = False
+        self._has_news = self._is_stepping = False
+        self._pauses: list[int] = []  # threads that hold one
         self._is_reading = False  # and nothing else was to do in the last step
-        self._thread: threading.Thread | None = None
+        self._session: _Session | None = None
 
     # --- from any thread -----------------------------------------------------------------------------------------
 
@@ -89,6 +113,10 @@ class BatchEngine:
         if any((each.prompt, each.cache_salt) != (request.prompt, request.cache_salt) for each in request.siblings):
             raise ValueError("siblings are answers to one prompt: give them that of the first, and its cache_salt")
         everyone, vocabulary = [request, *request.siblings], self.model.config.get_text_config().vocab_size
+        if not all(0 <= token < vocabulary for token in request.prompt):
+            raise ValueError(f"the prompt's token ids are not all from 0 to {vocabulary - 1:,}")
+        if request.saved is not None and not 0 < request.saved.length < len(request.prompt):
+            raise ValueError("what was saved has to hold the prompt but its last token, or less")
         for each in everyone:
             if not each.prompt or each.max_new_tokens < 1:
                 raise ValueError("a request has a prompt of one token at least, and asks for one at least")
@@ -96,10 +124,10 @@ class BatchEngine:
             if refusal is not None:
                 raise ValueError(refusal)
         with self._changed:
-            if self._is_stopping:
-                raise EngineFull("the server is shutting down")
-            if self.requests + len(everyone) > self.waiting:
-                raise EngineFull(f"no more than {self.waiting} requests may be here at once: try again later")
+            if self._session is not None and self._session.is_stopping:
+                raise EngineFull(_STOPPING)
+            if self.waiting is not None and self.waiting_requests + len(everyone) > self.waiting:
+                raise EngineFull(f"no more than {self.waiting} requests may wait at once: try again later")
             for sibling in request.siblings:
                 sibling.leader = request
             self._new += everyone
@@ -121,36 +149,67 @@ class BatchEngine:
         """Of all that have not ended."""
         return len(self._new) + len(self.scheduler.requests)
 
+    @property
+    def waiting_requests(self) -> int:
+        """Of those that have no memory yet."""
+        return len(self._new) + sum(each.sequence is None and each.saved is None for each in self.scheduler.requests)
+
     def start(self) -> threading.Thread:
         """Step in a thread, whenever there is something to do; again after `stop`, too."""
-        self._is_stopping = self._is_aborting = False
-        self._thread = threading.Thread(target=self._work, name="batch engine", daemon=True)
-        self._thread.start()
-        return self._thread
+        with self._changed:
+            if self._session is None or not self._session.thread.is_alive():
+                self._session = _Session()
+                self._session.thread = threading.Thread(
+                    target=self._work, args=(self._session,), name="batch engine", daemon=True
+                )
+                self._session.thread.start()
+            return self._session.thread
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, no step runs; the next one waits."""
-        with self._stepping:
-            yield
+        """Inside, no step runs; the next one waits. Several threads may pause at once, and one more than once.
 
-    def stop(self, seconds: float | None = None) -> None:
-        """Take no more requests, finish those at hand within `seconds`, and break off the rest with `EngineFull`."""
+        Raises:
+            RuntimeError: in a callback of a request, which is a part of a step.
+        """
         with self._changed:
-            self._is_stopping = True
-        self._notify()
-        if self._thread is not None:
-            self._thread.join(seconds)
-            self._is_aborting = True
-            self._notify()
-            self._thread.join()
-            self._thread = None
+            if self._session is not None and self._session.thread is threading.current_thread():
+                raise RuntimeError("a callback of a request cannot pause the step that it is a part of")
+            self._pauses.append(threading.get_ident())
+            self._changed.wait_for(lambda: not self._is_stepping)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._pauses.remove(threading.get_ident())
+                self._changed.notify_all()
 
-    def _wait(self) -> None:
+    def stop(self, seconds: float | None = None, abort: bool = True) -> None:
+        """Take no more requests, finish those at hand within `seconds`, and break off the rest with `EngineFull`, or
+        without `abort` leave them to the thread.
+
+        Raises:
+            RuntimeError: in a pause of this thread, in which nothing can finish.
+        """
+        with self._changed:
+            session = self._session
+            if threading.get_ident() in self._pauses:
+                raise RuntimeError("the engine is paused by this thread, so that no request can end: leave the pause")
+            if session is None:
+                return
+            session.is_stopping = True
+        self._notify()
+        session.thread.join(seconds)
+        if abort and session.thread.is_alive():
+            session.is_aborting = True
+            self._notify()
+            session.thread.join()
+
+    def _wait(self, session: "_Session") -> None:
         """Until there is something to do: a request comes or leaves, was read or reaches its deadline."""
 
         def is_awake() -> bool:
-            return self._has_news or (not self._is_reading if self.requests else self._is_stopping)
+            return self._has_news or (not self._is_reading if self.requests else session.is_stopping)
 
         deadline = min((request.deadline for request in self.scheduler.requests), default=float("inf"))
         seconds = min(max(deadline - time.monotonic(), 0), threading.TIMEOUT_MAX)
@@ -158,26 +217,39 @@ class BatchEngine:
             self._changed.wait_for(is_awake, seconds)
             self._has_news = False
 
-    def _work(self) -> None:
+    def _work(self, session: "_Session") -> None:
         while True:
-            self._wait()
+            self._wait(session)
             if not self.requests:
-                if self._is_stopping:
+                if session.is_stopping:
                     return
                 continue
-            if self._is_aborting:
-                self._end_all(EngineFull("the server is shutting down"))
+            if session.is_aborting:
+                self._end_all(EngineFull(_STOPPING))
                 continue
             try:
                 self.step()
             except Exception as error:  # nobody shall wait for a thread that has ended
                 self._end_all(error)
 
+    @contextlib.contextmanager
+    def _unpaused(self) -> Iterator[None]:
+        """Once nobody pauses; whoever pauses waits for the end of it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pauses)
+            self._is_stepping = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_stepping = False
+                self._changed.notify_all()
+
     # --- in the thread that steps --------------------------------------------------------------------------------
 
     def step(self) -> None:
         """One step."""
-        with self._stepping:
+        with self._unpaused():
             self._admit()
             ended = list(self.scheduler.ended())
             for request in ended:
@@ -209,14 +281,15 @@ class BatchEngine:
         try:
             batch = Batch(self.pool, [request.sequence for request in requests], [count for _, count in group])
             logits = next_logits(self.model, tokens, batch)
-            whole = [(i, request) for i, request in enumerate(requests) if request.fed == request.length]
-            rows = [(i, each) for i, request in whole for each in (request, *request.siblings)]
-            chosen = choose(logits[[i for i, _ in rows]], [each.sampler for _, each in rows]) if rows else []
         except Exception as error:
             self._broken_off(requests, error)
             return
+        whole = [(i, request) for i, request in enumerate(requests) if request.fed == request.length]
+        rows = [(i, each) for i, request in whole for each in (request, *request.siblings)]
+        chosen = _chosen(logits[[i for i, _ in rows]], [each.sampler for _, each in rows]) if rows else []
         self.fed_tokens += sum(map(len, tokens))
         for request in requests:
+            request.is_alone = False  # what failed beside it did not fail here
             self.prefixes.fed(request)
         for _, request in whole:
             self._fork(request)
@@ -231,7 +304,11 @@ class BatchEngine:
             sibling.leader, sibling.sequence = None, self.pool.fork(request.sequence)
             self.prefixes.fork(request, sibling)
 
-    def _take(self, request: Request, choice: Choice) -> None:
+    def _take(self, request: Request, choice: Choice | Exception) -> None:
+        if isinstance(choice, Exception):
+            request.error = choice
+            self._end(request)
+            return
         request.new.append(choice.token)
         request.sampler.note(choice.token)
         try:
@@ -258,10 +335,37 @@ class BatchEngine:
 
     def _end(self, request: Request, is_whole: bool = True) -> None:
         self.scheduler.remove(request, is_whole)
-        request.done(request)
+        try:
+            request.done(request)
+        except Exception:  # of a listener that has gone, which must not end the others
+            logger.exception("a request's `done` failed")
 
     def _end_all(self, error: Exception) -> None:
-        self._admit()
-        for request in list(self.scheduler.requests):
-            request.error = error
-            self._end(request)
+        with self._unpaused():
+            self._admit()
+            for request in list(self.scheduler.requests):
+                request.error = error
+                self._end(request)
+
+
+def _refusal(model: torch.nn.Module) -> str | None:
+    """Why batches cannot run on a model, None where they can."""
+    if not hasattr(model, "get_output_embeddings") or not hasattr(model.base_model, "embed_tokens"):
+        return f"{type(model).__name__} is no Kimi K3 model with a head: give the one inside (peft: get_base_model())"
+    if model.training:
+        return "the model is in training mode: call model.eval() first"
+    if getattr(model, "_device_mesh", None) is not None:
+        return "the model is cut over processes, which would each step on a clock of their own: load it whole"
+    if model.config._attn_implementation == "flex_attention":
+        return "flex_attention takes no masks of a batch: model.set_attn_implementation('sdpa')"
+    return None
+
+
+def _chosen(logits: torch.Tensor, samplers: list[Sampler]) -> list[Choice | Exception]:
+    """`choose`; where a row's rule cannot be followed, the reason in its place."""
+    try:
+        return [*choose(logits, samplers)]
+    except Exception as error:
+        if len(samplers) == 1:
+            return [error]
+        return [_chosen(logits[i : i + 1], [sampler])[0] for i, sampler in enumerate(samplers)]

@@ -7,7 +7,9 @@ transformers' own and call it, and so does trl's `use_transformers_continuous_ba
 
 import contextlib
 import functools
+import hashlib
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from .batching import BatchEngine, EngineFull
 from .sampling import Choice, Sampler, Sampling
 from .scheduler import Request
 
+logger = logging.getLogger(__name__)
 PAGE = 64
 # Settings of generation that say how a token is chosen, and that `Sampling` has under the same names.
 RULES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens")
@@ -32,7 +35,8 @@ REFUSED = {
     "no_repeat_ngram_size": 0, "bad_words_ids": None, "sequence_bias": None, "typical_p": 1.0, "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0, "guidance_scale": None, "suppress_tokens": None, "begin_suppress_tokens": None,
     "forced_bos_token_id": None, "forced_eos_token_id": None, "constraints": None, "force_words_ids": None,
-    "stop_strings": None, "watermarking_config": None, "top_h": None, "encoder_repetition_penalty": 1.0,
+    "stop_strings": None, "min_length": 0, "exponential_decay_length_penalty": None, "watermarking_config": None,
+    "top_h": None, "encoder_repetition_penalty": 1.0,
 }  # fmt: skip
 
 
@@ -44,8 +48,9 @@ class KimiK3BatchingManager(ContinuousBatchingManager):
         generation_config: lengths, end tokens and the rule of every request.
         continuous_batching_config: `max_requests_per_batch` (64), `max_batch_tokens` (2,048), `cpu_offload_space`,
             `max_queue_size`, `return_logprobs`, `seed`, and the memory: `num_blocks` pages of `page_size` tokens, or
-            what `workload_hints` need, or `max_memory_percent` of what is free on a GPU. The other settings belong to
-            attention with keys and values, and have nothing to say here.
+            what `workload_hints` need, and on a GPU at most `max_memory_percent` of what is free (80 %).
+            Log-probabilities are those of the model's own logits. The other settings belong to attention with keys and
+            values, and have nothing to say here.
         workload_hints: lengths and number of the requests to come.
 
     Raises:
@@ -70,7 +75,8 @@ class KimiK3BatchingManager(ContinuousBatchingManager):
         self._generation_thread: threading.Thread | None = None
         self.warmed_up, self.is_tp_driver = True, True
         self._requests: dict[str, Request] = {}
-        self._seeds = itertools.count(0 if (seed := continuous_batching_config.seed) is None else seed)
+        seed = continuous_batching_config.seed
+        self._seed, self._drawn = int(torch.randint(2**62, ())) if seed is None else seed, itertools.count()
 
     # --- running -------------------------------------------------------------------------------------------------
 
@@ -93,12 +99,15 @@ class KimiK3BatchingManager(ContinuousBatchingManager):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """As in transformers: requests at hand end first, unless `hard_stop`. Without `block` a thread waits for it."""
+        """As in transformers: requests at hand end first, unless `hard_stop`. Without `block` a thread waits for it,
+        and behind `timeout` seconds nobody does."""
         if self._generation_thread is None:
             return
-        stop = functools.partial(self.engine.stop, 0 if hard_stop else timeout)
+        stop = functools.partial(self.engine.stop, 0 if hard_stop else timeout, abort=hard_stop)
         if block:
             stop()
+            if self._generation_thread.is_alive():
+                logger.warning(f"requests are still running after {timeout} seconds: they end in their thread")
             self._generation_thread = None
         else:
             threading.Thread(target=stop, daemon=True).start()
@@ -106,7 +115,8 @@ class KimiK3BatchingManager(ContinuousBatchingManager):
             self.model._cached_continuous_batching_manager = self
 
     def destroy(self) -> None:
-        self.stop(hard_stop=True)
+        """As in transformers."""
+        self.stop()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -137,13 +147,16 @@ class KimiK3BatchingManager(ContinuousBatchingManager):
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
         limit = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if limit is None:  # as many as there is room for
+            positions = self.model.config.get_text_config(decoder=True).max_position_embeddings
+            limit = max(min(self.engine.pool.pages * self.engine.pool.page, positions) - len(input_ids), 1)
         ends = _ends(self.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
         names = [f"{request_id}__child#{i}" for i in range(self.num_return_sequences - 1)] + [request_id]
         outputs = [
             GenerationOutput(name, list(input_ids), timestamps=[] if record_timestamps else None) for name in names
         ]
         try:
-            limit = 20 if limit is None else limit
+            limit = limit
             first, *siblings = (self._request(output, limit, ends, streaming, rules) for output in outputs)
             first.siblings = siblings
             self._requests |= zip(names, (first, *siblings), strict=True)
@@ -159,7 +172,9 @@ class KimiK3BatchingManager(ContinuousBatchingManager):
         self, output: GenerationOutput, limit: int, ends: frozenset[int], streaming: bool, rules: dict
     ) -> Request:
         reported = 0 if self.continuous_batching_config.return_logprobs else None
-        sampling = Sampling(**{**self.rules, "log_probabilities": reported, "seed": next(self._seeds), **rules})
+        drawn = hashlib.blake2b(f"{self._seed} {next(self._drawn)}".encode(), digest_size=8).digest()
+        given = {"log_probabilities": reported, "seed": int.from_bytes(drawn, "big"), **rules}
+        sampling = Sampling(**{**self.rules, **given})
         request = Request(output.prompt_ids, limit, Sampler(sampling, output.prompt_ids, ends), ends)
         started = output.created_time
 
@@ -188,8 +203,10 @@ class KimiK3BatchingManager(ContinuousBatchingManager):
         return request
 
     def cancel_request(self, request_id: str) -> None:
+        """As in transformers; before a prompt is read, all answers to it."""
         if (request := self._requests.get(request_id)) is not None:
-            self.engine.cancel(request)
+            for each in (request, *request.siblings):
+                self.engine.cancel(each)
 
 
 def _copy(output: GenerationOutput) -> GenerationOutput:
@@ -223,15 +240,14 @@ def _sizes(model: Any, config: Any, hints: Any) -> dict[str, Any]:
     sizes: dict[str, Any] = {"sequences": sequences, "page": PAGE}
     if config.max_batch_tokens:
         sizes["step_tokens"] = config.max_batch_tokens
-    sizes["host_bytes"] = int(config.cpu_offload_space * 2**30)
-    if config.max_queue_size:
-        sizes["waiting"] = config.max_queue_size
+    sizes["host_bytes"] = int((config.cpu_offload_space or 0) * 2**30)
+    sizes["waiting"] = config.max_queue_size or None
     if config.num_blocks:
         sizes |= {"page": config.page_size, "tokens": config.num_blocks * config.page_size}
     elif hints is not None and hints.num_requests:
         sizes["sequences"] = sequences = min(sequences, hints.num_requests)
-        longest = hints.max_prompt_length + (hints.max_generated_length or 20)
+        longest = hints.max_prompt_length + (hints.max_generated_length or 1024)
         sizes["tokens"] = sequences * -(-longest // PAGE) * PAGE
-    elif model.device.type == "cuda":
+    if model.device.type == "cuda":
         sizes["memory"] = int((config.max_memory_percent or 0.8) * torch.cuda.mem_get_info(model.device)[0])
     return sizes

@@ -12,6 +12,7 @@ import torch
 from ..cache_kimi_k3 import HybridCache
 from ..cache_layers_kimi_k3 import KDA_TENSORS, KDACacheLayer
 from ..generation_kimi_k3 import CACHE_ARGUMENT
+from ..kernels_kimi_k3 import kda
 
 
 @dataclass(eq=False)
@@ -61,8 +62,8 @@ class StatePool:
     Args:
         model: with all its layers on one device. Sizes and dtypes are those that a forward of it leaves in a cache.
         sequences: slots, the most sequences at a time.
-        memory: bytes of all buffers; what the slots leave becomes pages. None: pages for `tokens`.
-        tokens: that all sequences may have together, where `memory` does not say it.
+        memory: bytes of all buffers at most; what the slots leave becomes pages. None: no limit but `tokens`.
+        tokens: that all sequences may have together at most. None: no limit but `memory`.
         page: tokens of a page.
 
     Raises:
@@ -70,33 +71,48 @@ class StatePool:
     """
 
     def __init__(
-        self, model: torch.nn.Module, sequences: int, memory: int | None = None, tokens: int = 0, page: int = 64
+        self,
+        model: torch.nn.Module,
+        sequences: int,
+        memory: int | None = None,
+        tokens: int | None = None,
+        page: int = 64,
     ):
-        layers = _example(model).layers
-        states = {i: layer.tensors() for i, layer in enumerate(layers) if isinstance(layer, KDACacheLayer)}
-        latents = {i: layer.filled() for i, layer in enumerate(layers) if i not in states}
-        self.device, self.page, self.config = model.device, page, model.config
-        self.state_bytes = sum(tensor.nbytes for state in states.values() for tensor in state)  # of a slot
-        self.page_bytes = page * sum(tensor.nbytes for tensor in latents.values())
-        pages = -(-tokens // page)
-        if memory is not None:
-            pages = (memory - sequences * self.state_bytes) // self.page_bytes if latents else 1 << 30
-        if sequences < 1 or pages < 1:
-            raise ValueError(
-                f"{memory or 0:,} bytes hold no token beside {sequences} states of {self.state_bytes:,} bytes: give "
-                "more memory, or run fewer sequences at a time"
-            )
-        self.states: dict[int, list[torch.Tensor]] = {
-            i: [tensor.new_zeros(sequences, *tensor.shape[1:]) for tensor in state] for i, state in states.items()
-        }
-        # The last dimension of a token's latent; rows of all pages one behind the other.
-        self.latents: dict[int, torch.Tensor] = {
-            i: tensor.new_zeros(pages * page, tensor.shape[-1]) for i, tensor in latents.items()
-        }
+        # Whoever makes the pool may be in inference mode or under autocast, and the thread that fills it in neither.
+        with torch.inference_mode(False), kda.full_precision(model.device):
+            layers = _example(model).layers
+            states = {i: layer.tensors() for i, layer in enumerate(layers) if isinstance(layer, KDACacheLayer)}
+            latents = {i: layer.filled() for i, layer in enumerate(layers) if i not in states}
+            self.device, self.page, self.config = model.device, page, model.config
+            self.state_bytes = sum(tensor.nbytes for state in states.values() for tensor in state)  # of a slot
+            self.page_bytes = page * sum(tensor.nbytes for tensor in latents.values())
+            pages = self._pages_for(sequences, memory, tokens)
+            self.states: dict[int, list[torch.Tensor]] = {
+                i: [tensor.new_zeros(sequences, *tensor.shape[1:]) for tensor in state] for i, state in states.items()
+            }
+            # The last dimension is a token's latent; rows of all pages one behind the other.
+            self.latents: dict[int, torch.Tensor] = {
+                i: tensor.new_zeros(pages * page, tensor.shape[-1]) for i, tensor in latents.items()
+            }
         self.sequences, self.pages = sequences, pages
         self._free_slots = list(range(sequences))[::-1]
         self._free_pages = list(range(pages if latents else 0))[::-1]
         self._holders: dict[int, int] = {}  # of a page in use, how many sequences have it
+
+    def _pages_for(self, sequences: int, memory: int | None, tokens: int | None) -> int:
+        limits = [] if tokens is None else [-(-tokens // self.page)]
+        left = None if memory is None else memory - sequences * self.state_bytes
+        if not self.page_bytes:  # no layer keeps latents
+            limits = [1 << 30 if left is None or left >= 0 else 0]
+        elif left is not None:
+            limits.append(left // self.page_bytes)
+        if sequences < 1 or min(limits, default=0) < 1:
+            given = "no room for a token" if memory is None else f"{memory:,} bytes hold no token"
+            raise ValueError(
+                f"{given} beside {sequences} states of {self.state_bytes:,} bytes: give more memory, or run fewer "
+                "sequences at a time"
+            )
+        return min(limits)
 
     # --- room ----------------------------------------------------------------------------------------------------
 

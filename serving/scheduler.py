@@ -239,10 +239,7 @@ class Scheduler:
         """Give a request a sequence, and pages for all of its text: once begun, a prefill is not stopped by others."""
         is_new = request.sequence is None and request.saved is None
         if request.sequence is None:
-            while not self.pool.free_slots:
-                if not self._evict_behind(request, step):
-                    return False
-            if not self._free(self.pool.missing_pages(None, request.length), request, step):
+            if not self._free(1, self.pool.missing_pages(None, request.length), request, step):
                 return False
             if request.saved is not None:
                 request.sequence, request.saved = self.pool.load(request.saved), None
@@ -258,30 +255,31 @@ class Scheduler:
     def _make_room(self, request: Request, tokens: int, step: Step) -> bool:
         """Pages for so many tokens, of requests further behind where there are none; else it waits as it is, and one
         that decodes is evicted itself, so that what it holds serves those before it."""
-        if self._free(self.pool.missing_pages(request.sequence, tokens), request, step):
+        if self._free(0, self.pool.missing_pages(request.sequence, tokens), request, step):
             self.pool.grow(request.sequence, tokens)
             return True
         if request.fed == request.length - 1:
             self._evict(request)
         return False
 
-    def _free(self, pages: int, request: Request, step: Step) -> bool:
-        while self.pool.free_pages < pages:
-            if not self._evict_behind(request, step):
-                return False
+    def _free(self, slots: int, pages: int, request: Request, step: Step) -> bool:
+        """Let so much memory be free, if it takes requests behind this one to give way, the last one first; nobody does
+        where all of them would not be enough."""
+        pool = self.pool
+        if pool.free_slots >= slots and pool.free_pages >= pages:
+            return True
+        place = self.requests.index(request) + 1
+        behind = [each for each in self.requests[place:] if each.sequence is not None]
+        kept, held = ({page for each in group if each.sequence for page in each.sequence.pages}
+                      for group in (self.requests[:place], behind))  # fmt: skip
+        if pool.free_slots + len(behind) < slots or pool.free_pages + len(held - kept) < pages:
+            return False
+        while pool.free_slots < slots or pool.free_pages < pages:
+            last = behind.pop()
+            if last in step.decoding:
+                step.decoding.remove(last)
+            self._evict(last)
         return True
-
-    def _evict_behind(self, request: Request, step: Step) -> bool:
-        """Evict the last request that holds memory, if it comes behind `request`."""
-        for last in reversed(self.requests):
-            if last is request:
-                return False
-            if last.sequence is not None:
-                if last in step.decoding:
-                    step.decoding.remove(last)
-                self._evict(last)
-                return True
-        return False
 
     def _evict(self, request: Request) -> None:
         """To host memory where there is room, exactly; otherwise its tokens will be fed again."""
