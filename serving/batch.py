@@ -8,7 +8,7 @@ attention). Everything else in a layer sees one token at a time and knows of no 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..layers_kimi_k3 import run_layers
 from ..packing_kimi_k3 import Packing
 from ..rollback_kimi_k3 import KDAState
 from .pool import Sequence, StatePool
+from .scoring import Scored
 
 
 class _Slots:
@@ -156,14 +157,26 @@ class Batch:
 
 
 @torch.no_grad()
-def next_logits(model: Any, tokens: list[list[int]], batch: Batch) -> torch.Tensor:
-    """Feed every sequence of a batch its new tokens, and return the logits behind the last of each, [N, vocabulary]."""
+def next_logits(
+    model: Any, tokens: list[list[int]], batch: Batch, scored: Iterable[Scored | None] = ()
+) -> torch.Tensor:
+    """Feed every sequence of a batch its new tokens, and return the logits behind the last of each, [N, vocabulary].
+
+    Args:
+        scored: of every sequence what else is to be told of its tokens, if anything.
+    """
     backbone, counts = model.base_model, batch.counts
     ids = torch.tensor([token for row in tokens for token in row], device=batch.pool.device)
     embeds = backbone.embed_tokens(ids.view(-1, 1) if batch.is_step else ids.view(1, -1))
     stream, blocks = run_layers(backbone.layers, embeds, cache=batch, packing=batch.packing(), context=batch)
-    last = torch.tensor(counts, device=ids.device).cumsum(0) - 1
-    stream, *blocks = (source.flatten(0, 1).index_select(0, last)[None] for source in (stream, *blocks))
-    logits = model.get_output_embeddings()(backbone.output_norm(stream, *blocks))[0]
+
+    def logits_of(rows: torch.Tensor) -> torch.Tensor:
+        chosen, *others = (source.flatten(0, 1).index_select(0, rows)[None] for source in (stream, *blocks))
+        return model.get_output_embeddings()(backbone.output_norm(chosen, *others))[0]
+
+    logits = logits_of(torch.tensor(counts, device=ids.device).cumsum(0) - 1)
+    for i, asked in enumerate(scored):
+        if asked is not None:
+            asked.fill(lambda start, end: logits_of(torch.arange(start, end, device=ids.device)), sum(counts[:i]))
     batch.commit()
     return logits

@@ -151,8 +151,10 @@ class BatchEngine:
 
     @property
     def waiting_requests(self) -> int:
-        """Of those that have no memory yet."""
-        return len(self._new) + sum(each.sequence is None and each.saved is None for each in self.scheduler.requests)
+        """Of those, how many have not begun and are still wanted."""
+        with self._changed:
+            there = [*self._new, *self.scheduler.requests]
+        return sum(request.is_waiting and not request.is_cancelled for request in there)
 
     def start(self) -> threading.Thread:
         """Step in a thread, whenever there is something to do; again after `stop`, too."""
@@ -280,7 +282,8 @@ class BatchEngine:
         tokens = [request.tokens(request.fed, request.fed + count) for request, count in group]
         try:
             batch = Batch(self.pool, [request.sequence for request in requests], [count for _, count in group])
-            logits = next_logits(self.model, tokens, batch)
+            scored = [request.to_score(count) for request, count in group]
+            logits = next_logits(self.model, tokens, batch, scored)
         except Exception as error:
             self._broken_off(requests, error)
             return
@@ -288,6 +291,9 @@ class BatchEngine:
         rows = [(i, each) for i, request in whole for each in (request, *request.siblings)]
         chosen = _chosen(logits[[i for i, _ in rows]], [each.sampler for _, each in rows]) if rows else []
         self.fed_tokens += sum(map(len, tokens))
+        for request, told in zip(requests, scored, strict=True):
+            if told is not None:
+                request.scored |= {told.start + i: choice for i, choice in enumerate(told.choices)}
         for request in requests:
             request.is_alone = False  # what failed beside it did not fail here
             self.prefixes.fed(request)
@@ -302,6 +308,7 @@ class BatchEngine:
         siblings, request.siblings = request.siblings, []
         for sibling in siblings:
             sibling.leader, sibling.sequence = None, self.pool.fork(request.sequence)
+            sibling.scored = request.scored
             self.prefixes.fork(request, sibling)
 
     def _take(self, request: Request, choice: Choice | Exception) -> None:

@@ -63,7 +63,7 @@ class RequestPrefixes:
     def enter(self, request: Request) -> None:
         """The request has a sequence with room for its text. Unless it is `reading` now, it can run. What goes wrong
         is its `error`."""
-        if self.cache is None:
+        if self.cache is None or request.prompt_log_probabilities is not None:
             return
         text = numpy.array(request.prompt + request.new, dtype=numpy.int64)
         try:

@@ -21,6 +21,7 @@ from typing import Protocol
 from .pool import Saved, Sequence, StatePool
 from .prefix_store import Turn
 from .sampling import Choice, Sampler
+from .scoring import Scored
 
 HEAD_START = 64
 
@@ -43,6 +44,9 @@ class Request:
         fed: tokens of prompt and new ones whose states and latents are in `sequence` or `saved`.
         cache_salt: whose prefixes it uses: what was kept under one salt is found under no other, nor without one.
         cached: tokens of the prompt that the prefix cache restored.
+        prompt_log_probabilities: tell those of the prompt's tokens, and so many of the highest ones; None tells none.
+            All of such a prompt is computed, whatever the prefix cache has of it.
+        scored: what was told, by places in the prompt; the first token has nothing before it, and none.
         siblings: further answers to the same prompt, which is prefilled once; they are submitted with this request.
         leader: the request that prefills for this one.
         is_alone: runs in forwards of its own.
@@ -70,6 +74,8 @@ class Request:
     new: list[int] = field(default_factory=list)
     cache_salt: str = ""
     cached: int = 0
+    prompt_log_probabilities: int | None = None
+    scored: dict[int, Choice] = field(default_factory=dict)
     siblings: list["Request"] = field(default_factory=list)
     leader: "Request | None" = None
     stops: list[int] = field(default_factory=list)
@@ -94,6 +100,18 @@ class Request:
         if start >= len(self.prompt):
             return self.new[start - len(self.prompt) : end - len(self.prompt)]
         return (self.prompt + self.new[: max(end - len(self.prompt), 0)])[start:end]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Nothing of it has run, or all that has was given up."""
+        return self.sequence is None and self.saved is None and not self.new
+
+    def to_score(self, count: int) -> Scored | None:
+        """What the next `count` tokens are to tell of the prompt's."""
+        targets = self.prompt[self.fed + 1 : self.fed + 1 + count]
+        if self.prompt_log_probabilities is None or not targets:
+            return None
+        return Scored(self.fed + 1, targets, self.prompt_log_probabilities)
 
     @property
     def place(self) -> tuple[int, int]:

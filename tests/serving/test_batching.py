@@ -42,6 +42,34 @@ def test_logits_are_those_of_the_whole_text(family, attention):
             torch.testing.assert_close(row, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("host_bytes", [0, 1 << 30])
+def test_log_probabilities_of_prompts_are_those_of_a_plain_forward(host_bytes):
+    """Fed in chunks, beside others that are not asked, with requests that give way and are computed again."""
+    sizes = {"sequences": 3, "tokens": 9 * PAGE, "page": PAGE, "step_tokens": 11, "chunk": 5}
+    engine = BatchEngine(model(), host_bytes=host_bytes, **sizes)
+    asked = [greedy(text(n, n), 9, prompt_log_probabilities=top) for n, top in ((33, 2), (1, 3), (18, 0), (12, None))]
+    for i, request in enumerate(asked):
+        request.priority = -i
+        engine.submit(request)
+    first = greedy(text(3 * PAGE), 20, priority=2)
+    for _ in range(5):
+        engine.step()
+    engine.submit(first)
+    run(engine)
+    assert engine.scheduler.evictions > 0
+    for request in asked[:3]:
+        prompt, count = request.prompt, request.prompt_log_probabilities
+        expected = model()(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        assert [*sorted(request.scored)] == [*range(1, len(prompt))]
+        for place, choice in request.scored.items():
+            row = expected[place - 1]
+            assert choice.token == prompt[place]
+            assert choice.log_probability == pytest.approx(row[choice.token].item(), abs=1e-10)
+            assert [token for token, _ in choice.top] == row.topk(count).indices.tolist()
+            assert [value for _, value in choice.top] == pytest.approx(row.topk(count).values.tolist(), abs=1e-10)
+    assert asked[3].scored == {} and all(each.new == alone(tuple(each.prompt), 9) for each in asked)
+
+
 # --- the pool --------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +247,20 @@ def test_a_forward_that_fails_costs_nobody_else_his_text():
             handle.remove()
     assert str(bad.error) == "no memory" and bad.new == alone(tuple(bad.prompt), 6)[:3]
     assert [request.new for request in good] == [alone(tuple(request.prompt), 6) for request in good]
+    check_empty(engine.pool)
+
+
+def test_a_deadline_and_a_departure_end_a_prefill_between_chunks():
+    engine = BatchEngine(model(), sequences=2, tokens=20 * PAGE, page=PAGE, chunk=5)
+    late, left = greedy(text(40), 3), greedy(text(40, 1), 3)
+    for request in (late, left):
+        engine.submit(request)
+    for _ in range(2):
+        engine.step()
+    late.deadline = 0.0
+    engine.cancel(left)
+    run(engine)
+    assert isinstance(late.error, TimeoutError) and left.finish == "cancelled" and engine.fed_tokens == 20
     check_empty(engine.pool)
 
 
