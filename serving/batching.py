@@ -203,9 +203,15 @@ class BatchEngine:
         self._notify()
         session.thread.join(seconds)
         if abort and session.thread.is_alive():
-            session.is_aborting = True
-            self._notify()
+            self.abort()
             session.thread.join()
+
+    def abort(self) -> None:
+        """Take no more requests, and end all that are there with `EngineFull` in place of the next step."""
+        with self._changed:
+            if self._session is not None:
+                self._session.is_stopping = self._session.is_aborting = True
+        self._notify()
 
     def _wait(self, session: "_Session") -> None:
         """Until there is something to do: a request comes or leaves, was read or reaches its deadline."""

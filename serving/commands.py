@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import math
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -169,6 +170,17 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: that of the checkpoint")
+    add("--api-key", metavar="KEY", help="that requests need; better in the environment, as KIMI_K3_API_KEY")
+    add = parser.add_argument_group("many requests at once").add_argument
+    add("--max-running", type=at_least_one, default=64, metavar="N", help="at a time (default: %(default)s)")
+    about = "for their states and latents (default: room for 65,536 tokens)"
+    add("--memory", type=byte_count, metavar="B", help=about)
+    about = "that one step reads, so that long prompts do not hold up the others (default: %(default)s)"
+    add("--step-tokens", type=at_least_one, default=2048, metavar="N", help=about)
+    about = "host memory for those that give way (default: none, they are computed again)"
+    add("--evicted-bytes", type=byte_count, default=0, metavar="B", help=about)
+    about = "no bit of a text depends on the others; costs what batches save"
+    add("--batch-invariant", action="store_true", help=about)
     add = parser.add_argument_group("prefix cache").add_argument
     add("--device-bytes", type=byte_count, default=10**9, metavar="B", help="default: 1G")
     add("--host-bytes", type=byte_count, default=0, metavar="B", help="host memory (default: none)")
@@ -183,7 +195,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least_one,
         default=256,
         metavar="N",
-        help="requests that may wait (default: %(default)s)",
+        help="texts that may wait to begin (default: %(default)s)",
     )
     add(
         "--max-connections",
@@ -195,11 +207,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> None:
-    """Serve completions until a signal; what is under way is finished and kept prefixes are written."""
+    """Serve completions and chats until a signal; what is under way is finished and kept prefixes are written."""
     with needing("serving", "serve"):
         import uvicorn
 
         from . import server
+        from .batching import BatchEngine
         from .connections import uvicorn_options
         from .prefix_cache import PrefixCache
         from .stopping import CompletionServer
@@ -212,15 +225,26 @@ def run_serve(args: argparse.Namespace) -> None:
         cache = PrefixCache(model, *budgets)
     except (OSError, ValueError) as error:
         raise UsageError(f"the prefix cache cannot be made: {error}") from error
+    with explained(ValueError):
+        batches = BatchEngine(
+            model,
+            args.max_running,
+            args.memory,
+            step_tokens=args.step_tokens,
+            host_bytes=args.evicted_bytes,
+            batch_invariant=args.batch_invariant,
+            prefix_cache=cache,
+        )
     most_tokens = args.max_prompt_tokens or config.max_position_embeddings
     open_at_once = server.ConnectionLimits(args.max_connections)
     limits = server.Limits(
         most_tokens, args.max_new_tokens, args.max_seconds, args.max_waiting, connections=open_at_once
     )
     name = args.model.resolve().name
-    app = server.build_app(cache, tokenizer, name, limits)
+    api_key = args.api_key or os.environ.get("KIMI_K3_API_KEY") or None
+    app = server.build_app(batches, tokenizer, name, limits, api_key)
     print(
-        f"model {name!r} at http://{args.host}:{args.port}/v1/completions; Ctrl-C lets running requests end, for "
+        f"model {name!r} at http://{args.host}:{args.port}/v1; Ctrl-C lets running requests end, for "
         f"at most {limits.stop_seconds:g} seconds",
         file=sys.stderr,
     )

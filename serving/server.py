@@ -1,39 +1,39 @@
-"""OpenAI-style completions over HTTP, for evaluation and development: `kimi-k3 serve MODEL`.
+"""OpenAI's completions and chat completions over HTTP: `kimi-k3 serve MODEL`.
 
-POST /v1/completions (with `stream` too), GET /v1/models, /health and /metrics (Prometheus). Every request starts from
-the longest kept prefix of its prompt. What cannot work is answered with a 4xx and a sentence in OpenAI's error form.
+POST /v1/completions and /v1/chat/completions (with `stream` too), GET /v1/models, /health, /ready and /metrics
+(Prometheus). Many requests run at once (`batching.py`). What cannot work is answered with a 4xx and a sentence in
+OpenAI's error form.
 """
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
-import uuid
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
-from pydantic_core import PydanticCustomError
+from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from ..cli.generate import LEAST_TEMPERATURE
+from .answers import Chat, Completions, usage
+from .batching import BatchEngine, EngineFull
 from .connections import ConnectionLimits
-from .engine import Engine, EngineFull, Job
-from .prefix_cache import PrefixCache
-from .prompts import PromptReader, TooMany
+from .engine import STOPPING, Engine, Job, Piece
+from .metrics import Metrics
+from .middleware import Door, WholeBody, error_body, refusal
+from .prompts import PromptError, PromptReader, TooMany
+from .protocol import MOST_CHOICES, ChatRequest, CompletionRequest
 
-LONGEST_STOP = 1000  # characters
 OTHER_FIELDS = 64 << 10  # bytes of a request beside its prompt
+RETRY = {"retry-after": "1"}  # seconds, in which some of the texts that run have ended
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Tokens of a prompt and of an answer, seconds of a request (waiting included), waiting requests, bytes of a body
+    """Tokens of a prompt and of an answer, seconds of a request (waiting included), waiting texts, bytes of a body
     and of all bodies at once, connections, and the seconds that a stop leaves for requests under way.
 
     A body may have fewer bytes than `body_bytes` where the longest prompt needs fewer. One that is no larger than its
@@ -50,189 +50,12 @@ class Limits:
     stop_seconds: float = 30
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    include_usage: bool = False
-
-
-_ALIKE = {bool: (bool,), int: (int, float), dict: (dict,)}  # JSON's 0 and 0.0 are one number, false is none
-
-
-def _only(*values) -> Any:
-    """A field that is not implemented: null and `values`, which change nothing, are accepted from clients that always
-    send it."""
-
-    def check(value):
-        if value is None or any(value == known and type(value) in _ALIKE[type(known)] for known in values):
-            return None
-        raise PydanticCustomError("not_supported", "is not supported here, only {values}", {"values": allowed})
-
-    allowed = " and ".join(json.dumps(value) for value in (*values, None))
-    return Annotated[Any, AfterValidator(check)]
-
-
-def _refused(message: str) -> PydanticCustomError:
-    return PydanticCustomError("refused", message)
-
-
-class CompletionRequest(BaseModel):
-    """The fields of OpenAI's completions that are implemented; others are refused by name unless they ask for nothing.
-
-    null stands for the default.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    model: str
-    prompt: str | list[int]
-    max_tokens: Annotated[int, Field(ge=1)] = 16
-    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # vLLM's field
-    n: _only(1) = None
-    best_of: _only(1) = None
-    echo: _only(False) = None
-    logprobs: _only() = None
-    logit_bias: _only({}) = None
-    suffix: _only() = None
-    presence_penalty: _only(0) = None
-    frequency_penalty: _only(0) = None
-    repetition_penalty: _only(1) = None
-    top_k: _only(-1, 0) = None
-    min_p: _only(0) = None
-    ignore_eos: _only(False) = None
-    skip_special_tokens: _only(True) = None
-
-    @field_validator("max_tokens", "temperature", "top_p", "stream", mode="before")
-    @classmethod
-    def _default(cls, value, info):
-        return cls.model_fields[info.field_name].default if value is None else value
-
-    @field_validator("temperature")
-    @classmethod
-    def _can_divide(cls, value):
-        if 0 < value < LEAST_TEMPERATURE:
-            raise _refused(f"must be 0, which is greedy, or at least {LEAST_TEMPERATURE:g}")
-        return value
-
-    @field_validator("stop")
-    @classmethod
-    def _can_stop(cls, value):
-        texts = [value] if isinstance(value, str) else value or []
-        if "" in texts:
-            raise _refused("an empty text would end every answer before its first word")
-        if any(len(text) > LONGEST_STOP for text in texts):
-            raise _refused(f"a text to stop at has at most {LONGEST_STOP:,} characters")
-        return texts
-
-
-def error_body(status: int, message: str) -> dict:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    message = message.encode("utf-8", "replace").decode("utf-8")  # half a character of the request is no JSON
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
-
-
-def refusal(status: int, message: str, headers: dict | None = None) -> JSONResponse:
-    return JSONResponse(error_body(status, message), status, headers)
-
-
-class WholeBody:
-    """Refuses a body that has more bytes than its limit, takes longer than its time, or is one too many to be kept.
-
-    Args:
-        most: bytes of a body.
-        most_kept: bytes of the bodies of all requests that are not answered yet.
-        always: bytes of a body that is never one too many, however much others sent.
-        seconds: from a request's headers to the end of its body.
-    """
-
-    def __init__(self, app, most: int, most_kept: int, always: int, seconds: float):
-        self.app, self.most, self.most_kept, self.always, self.seconds = app, most, most_kept, always, seconds
-        self.kept = 0
-
-    async def __call__(self, scope, receive, send):
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        size, whole, end = 0, False, time.monotonic() + self.seconds
-        declared = dict(scope["headers"]).get(b"content-length", b"")
-
-        async def limited():
-            nonlocal size, whole
-            if whole:  # what comes now is the departure of the client
-                return await receive()
-            # the rest of a body that is too large is read and forgotten, or the client would never see the answer
-            if declared.isdigit() and int(declared) > self.most:
-                raise self._too_large()
-            try:
-                async with asyncio.timeout(end - time.monotonic()):
-                    message = await receive()
-            except TimeoutError:
-                sentence = f"the request was not whole after {self.seconds:g} seconds"
-                raise HTTPException(408, sentence, {"connection": "close"}) from None
-            size += (more := len(message.get("body", b"")))
-            self.kept += more
-            if size > self.most:
-                raise self._too_large()
-            if self.kept > self.most_kept and size > self.always:
-                raise HTTPException(503, "the server is reading as much as it can keep: try again later")
-            whole = not message.get("more_body", False)
-            return message
-
-        def forget():
-            nonlocal size
-            self.kept -= size
-            size = 0
-
-        async def forgetting(message):
-            # before the client has the last byte: its next body may be here before the application has returned
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                forget()
-            await send(message)
-
-        try:
-            await self.app(scope, limited, forgetting)
-        finally:
-            forget()
-
-    def _too_large(self):
-        return HTTPException(413, f"the request has more than {self.most:,} bytes")
-
-
-class Metrics:
-    """Prometheus counters of one server."""
-
-    def __init__(self, engine: Engine, reader: PromptReader):
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter("kimi_k3_requests", "requests by outcome", ["outcome"], registry=registry)
-        self.prompt = Counter("kimi_k3_prompt_tokens", "tokens of prompts", registry=registry)
-        self.cached = Counter("kimi_k3_cached_tokens", "of those, found in the prefix cache", registry=registry)
-        self.new = Counter("kimi_k3_generated_tokens", "new tokens", registry=registry)
-        self.first = Histogram("kimi_k3_first_token_seconds", "from arrival to the first token", registry=registry)
-        waiting = Gauge("kimi_k3_waiting_requests", "requests in the queues", registry=registry)
-        waiting.set_function(lambda: reader.waiting + engine.waiting)
-        kept = Gauge("kimi_k3_prefix_cache_bytes", "bytes of kept prefixes", ["tier"], registry=registry)
-        for tier in engine.cache.tiers:
-            kept.labels(tier.name).set_function(lambda tier=tier: tier.used)
-
-    def count(self, job: Job, outcome: str) -> None:
-        self.requests.labels(outcome).inc()
-        self.prompt.inc(len(job.ids))
-        self.cached.inc(job.cached)
-        self.new.inc(job.tokens)
-        if job.first is not None:
-            self.first.observe(job.first - job.started)
-
-
-def build_app(cache: PrefixCache, tokenizer, name: str, limits: Limits) -> FastAPI:
-    """The application; its shutdown finishes requests under way and closes the cache."""
-    engine = Engine(cache, tokenizer, limits.waiting)
+def build_app(batches: BatchEngine, tokenizer, name: str, limits: Limits, api_key: str | None = None) -> FastAPI:
+    """The application, which starts the engine of many requests; its shutdown finishes those under way and closes the
+    engine's prefix cache. `app.state.engine` is the engine of texts."""
+    engine = Engine(batches, tokenizer, limits.waiting)
     reader = PromptReader(tokenizer, limits.prompt_tokens, limits.waiting)
-    metrics = Metrics(engine, reader)
+    service = _Service(engine, reader, name, limits)
     created = int(time.time())
 
     @contextlib.asynccontextmanager
@@ -247,152 +70,266 @@ def build_app(cache: PrefixCache, tokenizer, name: str, limits: Limits) -> FastA
     most, seconds = min(limits.body_bytes, needed), limits.connections.body_seconds
     always = limits.all_body_bytes // limits.connections.connections
     app.add_middleware(WholeBody, most=most, most_kept=limits.all_body_bytes, always=always, seconds=seconds)
-
-    @app.exception_handler(RequestValidationError)
-    async def wrong_request(request, error):
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"] if part != "body")
-        if first["type"] == "json_invalid":
-            return refusal(400, "the body is not JSON")
-        if first["type"] == "extra_forbidden":
-            return refusal(400, f"{field} is not supported here")
-        if first["type"] == "not_supported":
-            return refusal(400, f"{field} {first['msg']}")
-        return refusal(400, f"{field or 'the body'}: {first['msg']}")
-
-    @app.exception_handler(HTTPException)
-    async def wrong_place(request, error):
-        return refusal(error.status_code, str(error.detail), error.headers)
+    app.add_middleware(Door, api_key=api_key)
+    app.add_exception_handler(RequestValidationError, _wrong_request)
+    app.add_exception_handler(HTTPException, _wrong_place)
 
     @app.get("/health")
     async def health():
         return {"status": "ok"} if engine.alive else refusal(503, "the engine has stopped")
+
+    @app.get("/ready")
+    async def ready():
+        return refusal(503, STOPPING) if engine.is_stopping or not engine.alive else {"status": "ready"}
 
     @app.get("/v1/models")
     async def models():
         return {"object": "list", "data": [{"id": name, "object": "model", "created": created, "owned_by": "local"}]}
 
     @app.get("/metrics")
-    async def show_metrics():
-        return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
+    async def metrics():
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request):
-        deadline, gone = time.monotonic() + limits.seconds, asyncio.create_task(_departure(request))
-        try:
-            ids = await _unless(gone, _prompt_ids(asked, reader, cache, name, limits, deadline))
-            if ids is None:
-                metrics.requests.labels("cancelled").inc()
-                return Response(status_code=499)
-            job, pieces = _submitted(engine, asked, ids, deadline)
-            answer = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
-            answer["model"] = name
-            if asked.stream:
-                with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-                events = _events(job, pieces, answer, with_usage, limits, metrics)
-                return StreamingResponse(events, media_type="text/event-stream")
-            try:
-                text = await _unless(gone, _whole_text(pieces))
-            finally:
-                job.cancelled.set()
-        finally:
-            gone.cancel()
-        if text is None:
-            metrics.count(job, "cancelled")
-            return Response(status_code=499)
-        failure = _failure(job, limits)
-        metrics.count(job, "failed" if failure else "finished")
-        if failure:
-            raise failure
-        return {**answer, "choices": [_choice(text, job.finish)], "usage": _usage(job)}
+        return await service.answer(asked, Completions(asked, tokenizer), request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(asked: ChatRequest, request: Request):
+        return await service.answer(asked, Chat(asked, tokenizer), request)
 
     return app
 
 
-async def _prompt_ids(asked, reader: PromptReader, cache, name, limits, deadline) -> list[int]:
+async def _wrong_request(request, error):
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"] if part != "body")
+    if first["type"] == "json_invalid":
+        return refusal(400, "the body is not JSON")
+    if first["type"] == "extra_forbidden":
+        return refusal(400, f"{field} is not supported here")
+    if first["type"] == "not_supported":
+        return refusal(400, f"{field} {first['msg']}")
+    return refusal(400, f"{field or 'the body'}: {first['msg']}")
+
+
+async def _wrong_place(request, error):
+    return refusal(error.status_code, str(error.detail), error.headers)
+
+
+@dataclass
+class _Prompt:
+    ids: list[int]
+    max_tokens: int
+    echo: str | None
+
+
+class _Texts:
+    """The jobs of one request, by prompt, and the queue of their pieces.
+
+    Attributes:
+        outcome: "finished", "failed", or "cancelled" as long as it is neither.
     """
-    Raises:
-        HTTPException: for a request that cannot work, with the sentence of the refusal.
-    """
-    if asked.model != name:
-        raise HTTPException(404, f"there is no model {asked.model!r} here, only {name!r}")
-    if asked.max_tokens > limits.new_tokens:
-        raise HTTPException(400, f"max_tokens is {asked.max_tokens:,}, and {limits.new_tokens:,} are allowed")
-    ids, config = asked.prompt, cache.model.config.get_text_config(decoder=True)
-    if isinstance(ids, str):
-        ids = await _read(ids, reader, limits, deadline)
-    if not ids:
-        raise HTTPException(400, "the prompt is empty")
-    if len(ids) > limits.prompt_tokens:
-        raise HTTPException(400, f"the prompt has {len(ids):,} tokens, and {limits.prompt_tokens:,} are allowed")
-    if not all(0 <= token < config.vocab_size for token in ids):
-        raise HTTPException(400, f"prompt: token ids are numbers from 0 to {config.vocab_size - 1}")
-    if len(ids) + asked.max_tokens > config.max_position_embeddings:
-        counted = f"{len(ids):,} tokens of the prompt and {asked.max_tokens:,} new ones"
-        longest = f"the {config.max_position_embeddings:,} that the model reads"
-        raise HTTPException(400, f"{counted} are more than {longest}")
-    return ids
 
+    def __init__(self):
+        self.outcome = "cancelled"
+        self._loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue()
+        self.prompts: list[list[Job]] = []
 
-async def _read(text: str, reader: PromptReader, limits: Limits, deadline: float) -> list[int]:
-    """The token ids of a text, which costs nothing if it is too long whatever they are."""
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError:
-        raise HTTPException(400, "prompt: the text has half of a surrogate pair") from None
-    if size > reader.most_bytes:
-        counted = f"the prompt has {size:,} bytes, more than {limits.prompt_tokens:,} tokens can have"
-        raise HTTPException(400, f"{counted}, and no more tokens are allowed")
-    try:
-        return await reader.ids(text, deadline)
-    except TooMany:
-        raise HTTPException(429, f"{limits.waiting} prompts are waiting already: try again later") from None
-    except TimeoutError:
-        raise _too_late(limits) from None
+    @property
+    def jobs(self) -> list[Job]:
+        """By index."""
+        return [job for jobs in self.prompts for job in jobs]
 
-
-def _submitted(engine: Engine, asked: CompletionRequest, ids: list[int], deadline: float):
-    """(the job, the queue of its pieces of text); an `HTTPException` where no more are taken."""
-    loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
-
-    def tell(piece):  # in the engine's thread; a closed loop has no listener left
+    def tell(self, index: int, piece: Piece | None) -> None:
+        """In the engine's thread; a closed loop has no listener left."""
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
 
-    sampling = asked.temperature, asked.top_p, asked.seed
-    job = Job(ids, asked.max_tokens, *sampling, asked.stop or [], deadline, tell, asked.cache_salt or "")
-    try:
-        engine.submit(job)
-    except EngineFull as error:
-        raise HTTPException(429, str(error)) from None
-    return job, pieces
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece | None]]:
+        """(index, piece) until all jobs have ended; the end of a job is None."""
+        left = len(self.jobs)
+        while left:
+            index, piece = await self._pieces.get()
+            left -= piece is None
+            yield index, piece
 
-
-def _choice(text: str, finish: str | None) -> dict:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
-
-
-def _usage(job: Job) -> dict:
-    return {
-        "prompt_tokens": len(job.ids),
-        "completion_tokens": job.tokens,
-        "total_tokens": len(job.ids) + job.tokens,
-        "prompt_tokens_details": {"cached_tokens": job.cached},
-    }
+    async def whole(self) -> list[list[Piece]]:
+        found: list[list[Piece]] = [[] for _ in self.jobs]
+        async for index, piece in self.pieces():
+            if piece is not None:
+                found[index].append(piece)
+        return found
 
 
-def _too_late(limits: Limits) -> HTTPException:
-    return HTTPException(504, f"the request took longer than {limits.seconds:g} seconds")
+class _Service:
+    """Answers requests for texts."""
+
+    def __init__(self, engine: Engine, reader: PromptReader, name: str, limits: Limits):
+        self.engine, self.reader, self.name, self.limits = engine, reader, name, limits
+        self.metrics = Metrics(engine, reader)
+        self.config = engine.batches.model.config.get_text_config(decoder=True)
+
+    async def answer(self, asked: CompletionRequest | ChatRequest, form: Completions | Chat, request: Request):
+        deadline, gone = time.monotonic() + self.limits.seconds, asyncio.create_task(_departure(request))
+        try:
+            prompts = await _unless(gone, self._prompts(asked, deadline))
+            if prompts is None:
+                self.metrics.count([], "cancelled")
+                return Response(status_code=499)
+            texts = self._submitted(asked, prompts, deadline)
+            answer = {"id": form.prefix + request.state.request_id, "created": int(time.time()), "model": self.name}
+            if asked.stream:
+                with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+                events = self._events(texts, form, {**answer, "object": form.part_kind}, with_usage)
+                return _Stream(events, functools.partial(self._ended, texts))
+            try:
+                found = await _unless(gone, texts.whole())
+                failure = self._failure(texts.jobs)
+                if found is not None:
+                    texts.outcome = "failed" if failure else "finished"
+            finally:
+                self._ended(texts)
+        finally:
+            gone.cancel()
+        if found is None:
+            return Response(status_code=499)
+        if failure:
+            raise failure
+        choices = [form.whole(i, job, pieces) for i, (job, pieces) in enumerate(zip(texts.jobs, found, strict=True))]
+        return {**answer, "object": form.whole_kind, "choices": choices, "usage": usage(texts.prompts)}
+
+    async def _prompts(self, asked: CompletionRequest | ChatRequest, deadline: float) -> list[_Prompt]:
+        """
+        Raises:
+            HTTPException: for a request that cannot work, with the sentence of the refusal.
+        """
+        if asked.model != self.name:
+            raise HTTPException(404, f"there is no model {asked.model!r} here, only {self.name!r}")
+        try:
+            if isinstance(asked, ChatRequest):
+                ids = await self.reader.chat_ids([message.plain() for message in asked.messages], deadline)
+                return [_Prompt(ids, self._checked(ids, asked.most_tokens), None)]
+            if not asked.max_tokens and not asked.echo:
+                raise HTTPException(400, "max_tokens is 0, which asks for nothing: set echo, or ask for a token")
+            if (texts := len(asked.prompts) * asked.n) > MOST_CHOICES:
+                raise HTTPException(400, f"prompt and n ask for {texts:,} texts, and {MOST_CHOICES} are allowed")
+            found = []
+            for prompt in asked.prompts:
+                ids = await self.reader.ids(prompt, deadline) if isinstance(prompt, str) else prompt
+                most, echo = self._checked(ids, asked.max_tokens), prompt
+                if not isinstance(prompt, str) and asked.echo:
+                    echo = self.reader.tokenizer.decode(ids)
+                found.append(_Prompt(ids, most, echo if asked.echo else None))
+            return found
+        except PromptError as error:
+            raise HTTPException(400, str(error)) from None
+        except TooMany:
+            sentence = f"{self.limits.waiting} prompts are waiting already: try again later"
+            raise HTTPException(429, sentence, RETRY) from None
+        except TimeoutError:
+            raise self._too_late() from None
+
+    def _checked(self, ids: list[int], new: int | None) -> int:
+        """The number of new tokens, which is what may follow where it is None; an `HTTPException` for a prompt that
+        cannot be continued by so many."""
+        config, limits = self.config, self.limits
+        if not ids:
+            raise HTTPException(400, "the prompt is empty")
+        if len(ids) > limits.prompt_tokens:
+            raise HTTPException(400, f"the prompt has {len(ids):,} tokens, and {limits.prompt_tokens:,} are allowed")
+        if not all(0 <= token < config.vocab_size for token in ids):
+            raise HTTPException(400, f"prompt: token ids are numbers from 0 to {config.vocab_size - 1}")
+        if new is None:
+            new = max(min(limits.new_tokens, min(config.max_position_embeddings, self.engine.longest) - len(ids)), 1)
+        if new > limits.new_tokens:
+            raise HTTPException(400, f"max_tokens is {new:,}, and {limits.new_tokens:,} are allowed")
+        if len(ids) + new > config.max_position_embeddings:
+            counted = f"{len(ids):,} tokens of the prompt and {new:,} new ones"
+            longest = f"the {config.max_position_embeddings:,} that the model reads"
+            raise HTTPException(400, f"{counted} are more than {longest}")
+        return new
+
+    def _submitted(self, asked, prompts: list[_Prompt], deadline: float) -> _Texts:
+        """The texts that were begun; an `HTTPException` where no more are taken."""
+        texts = _Texts()
+        for prompt in prompts:
+            jobs = []
+            for choice in range(asked.n):
+                index = len(texts.prompts) * asked.n + choice
+                job = Job(
+                    prompt.ids,
+                    prompt.max_tokens,
+                    asked.sampling(choice, asked.log_probabilities),
+                    asked.stop or [],
+                    deadline,
+                    functools.partial(texts.tell, index),
+                    priority=-asked.priority,
+                    cache_salt=asked.cache_salt or "",
+                    echo=prompt.echo,
+                    prompt_log_probabilities=None if prompt.echo is None else asked.log_probabilities,
+                )
+                jobs.append(job)
+            texts.prompts.append(jobs)
+        try:
+            self.engine.submit(texts.prompts)
+        except EngineFull as error:
+            raise HTTPException(503 if self.engine.is_stopping else 429, str(error), RETRY) from None
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        return texts
+
+    def _too_late(self) -> HTTPException:
+        return HTTPException(504, f"the request took longer than {self.limits.seconds:g} seconds")
+
+    def _failure(self, jobs: list[Job]) -> HTTPException | None:
+        error = next((job.error for job in jobs if job.error is not None), None)
+        if isinstance(error, TimeoutError):
+            return self._too_late()
+        if isinstance(error, EngineFull):
+            return HTTPException(503, str(error), RETRY)
+        if isinstance(error, OSError):  # whose text may name files
+            return HTTPException(500, f"generation failed: {error.strerror or 'an error of the file system'}")
+        return None if error is None else HTTPException(500, f"generation failed: {error}")
+
+    async def _events(self, texts: _Texts, form: Completions | Chat, answer: dict, with_usage: bool):
+        """Server-sent events."""
+        begun: set[int] = set()
+        async for index, piece in texts.pieces():
+            job = texts.jobs[index]
+            if job.error is not None:
+                break
+            choices = [] if index in begun else form.first(index, job)
+            begun.add(index)
+            choices.append(form.last(index, job) if piece is None else form.part(index, piece))
+            for choice in choices:
+                yield _event({**answer, "choices": [choice]})
+        failure = self._failure(texts.jobs)
+        texts.outcome = "failed" if failure else "finished"
+        if failure:
+            yield _event(error_body(failure.status_code, failure.detail))
+        elif with_usage:
+            yield _event({**answer, "choices": [], "usage": usage(texts.prompts)})
+        yield "data: [DONE]\n\n"
+
+    def _ended(self, texts: _Texts) -> None:
+        """Whether they were told whole, or nobody listens any more."""
+        self.engine.cancel(texts.jobs)
+        self.metrics.count(texts.prompts, texts.outcome)
 
 
-def _failure(job: Job, limits: Limits) -> HTTPException | None:
-    if isinstance(job.error, TimeoutError):
-        return _too_late(limits)
-    if isinstance(job.error, EngineFull):
-        return HTTPException(503, str(job.error))
-    if isinstance(job.error, OSError):  # whose text may name files
-        return HTTPException(500, f"generation failed: {job.error.strerror or 'an error of the file system'}")
-    return HTTPException(500, f"generation failed: {job.error}") if job.error else None
+class _Stream(StreamingResponse):
+    """Events, whose end is told of whatever ends them, also where the client leaves before the first."""
+
+    def __init__(self, events: AsyncIterator[str], ended: Callable[[], None]):
+        super().__init__(events, media_type="text/event-stream")
+        self.ended = ended
+
+    async def __call__(self, scope, receive, send):
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.ended()
 
 
 async def _departure(request: Request) -> None:
@@ -409,33 +346,6 @@ async def _unless(gone: asyncio.Task, work: Coroutine):
         return running.result() if running.done() else None
     finally:
         running.cancel()
-
-
-async def _whole_text(pieces: asyncio.Queue) -> str:
-    answer = []
-    while (piece := await pieces.get()) is not None:
-        answer.append(piece)
-    return "".join(answer)
-
-
-async def _events(job: Job, pieces: asyncio.Queue, answer: dict, with_usage: bool, limits: Limits, metrics: Metrics):
-    """Server-sent events; when the client goes away, the generator ends, and with it the job."""
-    outcome = "cancelled"
-    try:
-        while (piece := await pieces.get()) is not None:
-            yield _event({**answer, "choices": [_choice(piece, None)]})
-        failure = _failure(job, limits)
-        outcome = "failed" if failure else "finished"
-        if failure:
-            yield _event(error_body(failure.status_code, failure.detail))
-        else:
-            yield _event({**answer, "choices": [_choice("", job.finish)]})
-            if with_usage:
-                yield _event({**answer, "choices": [], "usage": _usage(job)})
-        yield "data: [DONE]\n\n"
-    finally:
-        job.cancelled.set()
-        metrics.count(job, outcome)
 
 
 def _event(data: dict) -> str:

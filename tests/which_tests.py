@@ -47,6 +47,7 @@ MANAGER = "serving/test_batching_manager.py"
 BATCHING_PREFIXES = "serving/test_batching_prefixes.py"
 ADMISSION = "serving/test_prefix_admission.py"
 CLIENTS = "serving/test_clients.py"
+ANSWERS = "serving/test_answers.py"
 ROUTING = "model/test_router_replay.py"
 LABELS = "model/test_classification.py"
 AHEAD = "operations/test_ahead.py"
@@ -173,26 +174,31 @@ TESTS = {
     "parallel/sharding.py": ("parallel/test_sharding.py",),
     "parallel/wire.py": (TENSOR_PARALLEL, CUT_ROWS),
     "serving/__init__.py": (SERVER,),
+    "serving/answers.py": (ANSWERS,),
     "serving/apart.py": ("serving/test_apart.py",),
     "serving/batch.py": (BATCHING, "serving/test_apart.py"),
     "serving/batching.py": (BATCHING, MANAGER, BATCHING_PREFIXES),
-    "serving/commands.py": (CLI, "serving/test_cache_commands.py", SERVER, ONE_LINE),
-    "serving/engine.py": (SERVER, CLIENTS),
+    "serving/commands.py": ("serving/test_cache_commands.py", SERVER, ONE_LINE),
+    "serving/engine.py": (SERVER, ANSWERS, CLIENTS),
     "serving/manager.py": (MANAGER,),
+    "serving/metrics.py": (ANSWERS, SERVER),
+    "serving/middleware.py": (ANSWERS, CLIENTS),
     "serving/pool.py": (BATCHING,),
     "serving/prefix_cache.py": (DEFAULTS, PREFIX, SERVER),
     "serving/prefix_folder.py": ("serving/test_cache_commands.py", ODD_FOLDERS, PREFIX),
     "serving/prefix_index.py": (PREFIX, PRIVACY, ADMISSION),
     "serving/prefix_requests.py": (BATCHING_PREFIXES,),
     "serving/prefix_store.py": (PREFIX, PRIVACY, BATCHING_PREFIXES, ADMISSION),
+    "serving/protocol.py": (ANSWERS, SERVER, CLIENTS),
     "serving/replay.py": (REPLAY,),
     "serving/sampling.py": ("serving/test_sampling.py", "serving/test_structured.py", MANAGER),
     "serving/scheduler.py": (BATCHING, BATCHING_PREFIXES),
-    "serving/scoring.py": (BATCHING,),
-    "serving/server.py": (SERVER, CLIENTS),
+    "serving/scoring.py": (BATCHING, ANSWERS),
+    "serving/server.py": (SERVER, ANSWERS, CLIENTS),
+    "serving/stopping.py": ("serving/test_stop.py", ANSWERS),
     "serving/structured.py": ("serving/test_structured.py",),
-    "serving/stopping.py": ("serving/test_stop.py",),
     "serving/tiers.py": (TIERS, ODD_FOLDERS, PRIVACY, PREFIX),
+    "serving/token_texts.py": (ANSWERS,),
     "speculative/__init__.py": ("speculative/test_speculative.py",),
     "speculative/decoding.py": (DEFAULTS, "speculative/test_speculative.py"),
     "speculative/draft.py": ("speculative/test_speculative.py",),
@@ -217,8 +223,8 @@ TESTS = {
     "recipes/small/tokenizer.py": (RECIPE,),
     "recipes/small/train.py": (RECIPE,),
     "serving/connections.py": (CLIENTS,),
-    "serving/prompts.py": (CLIENTS, SERVER),
-    "warmup_kimi_k3.py": (DEFAULTS, AHEAD),
+    "serving/prompts.py": (CLIENTS, SERVER, ANSWERS),
+    "warmup_kimi_k3.py": (AHEAD,),
     "cli/warmup.py": (AHEAD, CLI),
     "kernels/ahead.py": (AHEAD,),
 }  # fmt: skip

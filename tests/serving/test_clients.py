@@ -81,11 +81,13 @@ NEUTRAL = [
     ("logit_bias", {}), ("logit_bias", None), ("suffix", None), ("n", 1), ("n", None), ("stop", None), ("stop", []),
     ("seed", None), ("temperature", None), ("max_tokens", None), ("top_p", None), ("top_k", -1), ("top_k", 0),
     ("repetition_penalty", 1.0), ("min_p", 0), ("stream", None), ("stream_options", None), ("user", "u"),
-    ("ignore_eos", False), ("skip_special_tokens", True),
+    ("ignore_eos", False), ("skip_special_tokens", True), ("priority", 0), ("echo", None), ("min_p", None),
 ]  # fmt: skip
 REFUSED = [
-    ("presence_penalty", 0.5), ("best_of", 2), ("echo", True), ("logprobs", 0), ("logit_bias", {"5": 1}),
-    ("suffix", "x"), ("n", True), ("top_k", 40), ("repetition_penalty", 1.1), ("min_p", 0.1), ("ignore_eos", True),
+    ("presence_penalty", 2.5), ("best_of", 2), ("echo", 1), ("logprobs", 21), ("logprobs", True),
+    ("logit_bias", {"5": 101}), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"5000": 1}),
+    ("suffix", "x"), ("n", True), ("n", 129), ("top_k", -2), ("repetition_penalty", 0), ("min_p", 1.5),
+    ("frequency_penalty", -3), ("priority", 101), ("ignore_eos", True),
     ("ignore_eos", 0), ("skip_special_tokens", False), ("max_completion_tokens", 5), ("temperature", 1e-30),
     ("temperature", 1e-7), ("temperature", 1e300), ("top_p", -0.0), ("stop", ""), ("stop", ["a", ""]),
     ("stop", "x" * 1001), ("stop", ["a"] * 5), ("seed", 2**63), ("seed", -1), ("stream_options", {"x": 1}),
@@ -317,7 +319,7 @@ def test_a_client_that_leaves_the_queue_makes_room_at_once(model):
         entered.set()
         may_run.wait(PATIENCE)
 
-    handle = model.register_forward_pre_hook(hold)
+    handle = model.get_input_embeddings().register_forward_pre_hook(hold)
     try:
         first = sent(server, asking(max_tokens=2))
         assert entered.wait(PATIENCE)
@@ -394,7 +396,14 @@ def unread(server, draw):
     return sent(server, asking(max_tokens=5, stream=True))
 
 
-ODD = (cut, changed, odd_body, noise, huge, large_prompt, gone, unread)
+def many_texts(server, draw):
+    """Leaves in the middle of a stream of several texts behind each of several prompts."""
+    link = sent(server, asking(PROMPTS, n=draw.randrange(1, 4), max_tokens=20, logprobs=2, echo=True, stream=True))
+    link.recv(draw.randrange(1, 5000))
+    link.close()
+
+
+ODD = (cut, changed, odd_body, noise, huge, large_prompt, gone, unread, many_texts)
 
 
 @pytest.fixture(scope="module")
@@ -417,4 +426,5 @@ def test_honest_texts_stay_right_beside_any_clients(running, alone, clients, see
     for link in links:
         link.close()
     until(lambda: waiting(running) == 0)
+    until(running.is_idle)
     until(lambda: not running.cache.index.root.pins)

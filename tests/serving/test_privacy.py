@@ -9,7 +9,7 @@ import torch
 import tiny
 from kimi_k3.serving import tiers
 from kimi_k3.serving.prefix_cache import PrefixCache
-from kimi_k3.serving.server import CompletionRequest
+from kimi_k3.serving.protocol import CompletionRequest
 
 pytestmark = pytest.mark.one_release
 

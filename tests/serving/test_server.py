@@ -1,4 +1,4 @@
-"""The completions server over real connections: answers, streams, limits, clients that go away, and its end."""
+"""The server over real connections: answers, streams, limits, clients that go away, and its end."""
 
 import json
 import threading
@@ -10,6 +10,7 @@ import torch
 
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3 import __main__ as cli
+from kimi_k3.serving import engine
 from kimi_k3.serving.prefix_cache import PrefixCache
 from running_server import PROMPT, SMALL, Running, limits
 from waiting import PATIENCE, until
@@ -93,14 +94,19 @@ def test_a_seed_gives_the_same_sample_again(running):
         ({"model": "small", "prompt": "a", "temperature": -1}, 400, "temperature"),
         ({"model": "small", "prompt": "a", "temperature": "NaN"}, 400, "temperature"),
         ({"model": "small", "prompt": "a", "top_p": 0}, 400, "top_p"),
-        ({"model": "small", "prompt": "a", "n": 2}, 400, "n"),
-        ({"model": "small", "prompt": "a", "logprobs": 1}, 400, "logprobs is not supported"),
+        ({"model": "small", "prompt": "a", "n": 0}, 400, "n"),
+        ({"model": "small", "prompt": ["a"] * 65, "n": 2}, 400, "130 texts, and 128 are allowed"),
+        ({"model": "small", "prompt": "a", "logprobs": 21}, 400, "logprobs"),
+        ({"model": "small", "prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
         ({"model": "small", "prompt": "a", "stream": "yes"}, 400, "stream"),
         ({"model": "small", "prompt": "a\ud800"}, 400, "surrogate"),
         ({"model": "\ud800", "prompt": "a"}, 404, "no model"),
         ({"model": "small", "prompt": "a", "\ud800": 1}, 400, "the body"),
         ({"model": "small", "prompt": ""}, 400, "empty"),
         ({"model": "small", "prompt": []}, 400, "empty"),
+        ({"model": "small", "prompt": ["a", ""]}, 400, "empty"),
+        ({"model": "small", "prompt": [[7], []]}, 400, "empty"),
+        ({"model": "small", "prompt": ["a", 7]}, 400, "prompt"),
         ({"model": "small", "prompt": [5000]}, 400, "0 to 2047"),
         ({"model": "small", "prompt": [-1]}, 400, "0 to 2047"),
         ({"model": "small", "prompt": {"a": 1}}, 400, "prompt"),
@@ -117,24 +123,21 @@ def test_what_cannot_work_is_refused_with_a_sentence(running, body, status, said
 
 def test_other_addresses(running):
     assert running.client.get("/health").json() == {"status": "ok"}
+    assert running.client.get("/ready").json() == {"status": "ready"}
     assert running.client.get("/v1/models").json()["data"][0]["id"] == "small"
     assert running.client.get("/nowhere").json()["error"]["message"]
     assert running.client.get("/v1/completions").status_code == 405
 
 
 def before_a_token(monkeypatch, action):
-    """Have the engine do `action(job)` before each token that follows the first."""
-    generate = PrefixCache.generate
+    """Have the engine do `action(job)` before each token that it reads."""
+    take = engine._Text.take
 
-    def watched(cache, ids, streamer, stopping_criteria, **options):
-        def act(input_ids, scores, **kwargs):
-            action(streamer.job)
-            return torch.zeros(1, dtype=torch.bool)
+    def watched(text, choice):
+        action(text.job)
+        return take(text, choice)
 
-        criteria = [act, *stopping_criteria]
-        return generate(cache, ids, streamer=streamer, stopping_criteria=criteria, **options)
-
-    monkeypatch.setattr(PrefixCache, "generate", watched)
+    monkeypatch.setattr(engine._Text, "take", watched)
 
 
 @pytest.mark.one_release
@@ -143,7 +146,7 @@ def test_many_clients_some_of_which_go_away(running, monkeypatch):
 
     def waits_for_the_departure(job):
         if job.max_tokens == 200 and job.tokens == 20:  # an answer that nobody reads to its end
-            job.cancelled.wait(PATIENCE)
+            until(lambda: job.request.is_cancelled)
 
     before_a_token(monkeypatch, waits_for_the_departure)
     prompts = [f"{PROMPT} {word}" for word in ("near", "behind", "above", "before")]
@@ -165,6 +168,7 @@ def test_many_clients_some_of_which_go_away(running, monkeypatch):
     until(lambda: running.metric("kimi_k3_requests_total", outcome="cancelled") == 4)
     assert running.metric("kimi_k3_requests_total", outcome="finished") == before + 16
     assert running.metric("kimi_k3_waiting_requests") == 0
+    until(running.is_idle)
     assert not running.cache.index.root.pins
 
 
@@ -178,7 +182,7 @@ def test_time_and_queue_are_limited(model, monkeypatch):
         until(lambda: time.monotonic() > job.deadline)
 
     before_a_token(monkeypatch, takes_too_long)
-    server = Running(model, limits(seconds=1.0, waiting=1))
+    server = Running(model, limits(seconds=1.0, waiting=1), batch={"sequences": 1})
     may_run.set()
     response = server.ask(max_tokens=200)
     assert response.status_code == 504 and "1 seconds" in response.json()["error"]["message"]
