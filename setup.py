@@ -59,6 +59,7 @@ setup(
             "matplotlib",
             # of one release, as ruff below: a later one may find fault with code that has not changed
             "mypy>=2.4,<2.5",
+            "openai",
             "parameterized",
             "peft>=0.21",
             "prometheus-client",
@@ -66,6 +67,7 @@ setup(
             "pytest-xdist",
             "ruff>=0.17,<0.18",
             "simpy",
+            "tenacity",  # of lm-eval's clients of servers
             "tqdm",
             "triton; platform_system == 'Linux'",
             "trl",
