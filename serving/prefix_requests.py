@@ -137,7 +137,6 @@ class RequestPrefixes:
             request.cached = turn.hit
             self.cache.count(turn, len(request.prompt))
         elif request.course:
-            request.boundaries = [end for end in request.boundaries if end in request.course]
             request.stops = request.course
         if turn.hit:
             states, rows = turn.take()

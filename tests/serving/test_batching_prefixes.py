@@ -121,6 +121,45 @@ def test_kinds_do_not_mix():
     assert done.exact and answered(together, text(30)).cached == 29
 
 
+@pytest.mark.parametrize("host_bytes", [0, 1 << 30], ids=["computed again", "saved"])
+def test_what_gave_way_is_kept(host_bytes):
+    cache = make()
+    engine = serving(cache, tokens=6 * PAGE, host_bytes=host_bytes)
+    requests = [greedy(text(20, seed), 12) for seed in range(2)]
+    for request in requests:
+        engine.submit(request)
+    run(engine)
+    assert engine.scheduler.evictions and bool(engine.scheduler.recomputations) == (not host_bytes)
+    assert [answered(engine, each.prompt + each.new).cached for each in requests] == [31, 31]
+    check_unused(engine, cache)
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["nothing is kept", "kept by another"])
+def test_a_text_is_computed_again_as_it_was(is_there):
+    """Its first tokens came from forwards that ended where a hit did: it is split there again when the hit is gone,
+    does not take what was split otherwise, and is not kept under a name that says otherwise."""
+    cache = make()
+    engine, other = (serving(cache, batch_invariant=True, chunk=7) for _ in range(2))
+    answered(engine, text(10))
+    request, later = greedy(text(30), 6), greedy(text(30), 2)
+    with seen() as logits:
+        engine.submit(request)
+        while len(request.new) < 2:
+            engine.step()
+        assert request.cached == 9
+        engine.scheduler.release(request)
+        cache.clear()
+        if is_there:
+            answered(other, text(30))
+        run(engine)
+        engine.submit(later)
+        run(engine)
+    check_bits(request, logits, model())
+    check_bits(later, logits, model())
+    assert request.new == alone(tuple(request.prompt), 6) and 9 in request.turn.splits
+    check_unused(engine, cache)
+
+
 REQUESTS = st.lists(
     st.tuples(
         st.integers(0, 2),  # which text
