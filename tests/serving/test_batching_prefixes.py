@@ -140,7 +140,7 @@ def test_a_text_is_computed_again_as_it_was(is_there):
     does not take what was split otherwise, and is not kept under a name that says otherwise."""
     cache = make()
     engine, other = (serving(cache, batch_invariant=True, chunk=7) for _ in range(2))
-    answered(engine, text(10))
+    answered(engine, text(30)[:10])
     request, later = greedy(text(30), 6), greedy(text(30), 2)
     with seen() as logits:
         engine.submit(request)
