@@ -241,7 +241,7 @@ def other_ways_to_decode(data, scratch, rank):
 
 def packed_experts(data, scratch, rank):
     """MXFP4 is cut as it lies, in whole groups, and a folder saved from parts is the one that was read; tied head."""
-    ids = golden(data / "k3_tiny_mxfp4")[0]
+    ids = golden(data / "k3_tiny_mxfp4")[0][:, :40]
     for options in ({}, {"dequantize": True}):
         model, alone = load(scratch / "packed", {"tp_size": 2}, **options), load(scratch / "packed", **options)
         experts = model.model.layers[1].block_sparse_moe.experts
@@ -265,14 +265,14 @@ def expert_parallel(data, scratch, rank):
     if EP_IMPLEMENTATION:
         cases.append(("kimi_linear_flat", sums))
     for name, options in cases:
-        ids, wanted = golden(data / name)
+        ids = golden(data / name)[0][:, :40]
         model, alone = load(data / name, {"tp_size": 2, **options}), load(data / name)
         experts = model.model.layers[1].block_sparse_moe.experts
         assert experts.num_experts == 4 and next(experts.parameters()).to_local().shape[0] == 4
         cut = isinstance(model.model.layers[0].self_attn.q_proj.weight, DTensor)
         if EP_IMPLEMENTATION or not EP_SIZE:  # for the others, experts alone are experts beside cut attention
             assert cut == ("enable_expert_parallel" not in options)
-        same(model, alone, ids, wanted)
+        same(model, alone, ids)
 
 
 def pipeline(data, scratch, rank):
@@ -326,7 +326,7 @@ def bytes_sent(data, scratch, rank):
         cases.append(("k3_tiny_mxfp4", spread))
         cases.append(("k3_tiny_mxfp4", {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"}))
     for name, options in cases:
-        ids, _ = golden(data / name)
+        ids = golden(data / name)[0][:, :40]
         model, pairs = load(data / name, options, torch.float32).train(), [0]
         config, tokens = model.config, ids.numel()
         exchanged = options.get("ep_implementation") == "all_to_all"
