@@ -21,6 +21,7 @@ from kimi_k3.training import (
     QuantileBalancerCallback,
     muon_groups,
 )
+from several import by_one
 from waiting import run_script
 
 
@@ -44,14 +45,19 @@ def gradients_are_those_of_one(model, alone, rank, bound=0.15):
     """
     loss = loss_of(model, rank)
     loss.backward()
-    losses = [loss_of(alone, r) for r in range(2)]
+
+    def of_one():
+        losses = [loss_of(alone, r) for r in range(2)]
+        (sum(losses) / 2).backward()
+        return [loss.detach() for loss in losses], [parameter.grad for parameter in alone.parameters()]
+
+    losses, gradients = by_one(of_one)
     assert torch.equal(loss, losses[rank])
-    (sum(losses) / 2).backward()
-    for (name, shard), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert shard.dtype == expected.dtype and (shard.grad is None) == (expected.grad is None), name
+    for (name, shard), whole, expected in zip(model.named_parameters(), alone.parameters(), gradients, strict=True):
+        assert shard.dtype == whole.dtype and (shard.grad is None) == (expected is None), name
         if shard.grad is not None:
-            error = (shard.grad.full_tensor().float() - expected.grad.float()).norm()
-            assert error <= bound * expected.grad.float().norm() + 1e-6, name
+            error = (shard.grad.full_tensor().float() - expected.float()).norm()
+            assert error <= bound * expected.float().norm() + 1e-6, name
     return loss
 
 
@@ -329,9 +335,10 @@ def test_two_processes_train_as_one_and_one_goes_on(data_dir, tmp_path):
     assert len(expected["moments"]) > 50
     for name, moment in expected["moments"].items():
         assert torch.equal(optimizer.state[model.get_parameter(name)]["momentum_buffer"], moment), name
-    for rank in range(2):
-        assert torch.equal(loss_of(model, rank), expected["losses"][rank])
-        assert torch.equal(loss_of(folder, rank), expected["losses"][rank])
+    # Of equal weights, but this process may have more threads than those had, and sum in another order in bfloat16.
+    for rank, loss in enumerate(expected["losses"]):
+        for one in (model, folder):
+            torch.testing.assert_close(loss_of(one, rank), loss, rtol=2**-7, atol=0)
 
 
 @pytest.mark.one_release
