@@ -128,8 +128,8 @@ def test_greedy_without_cache(golden):
 def test_any_split_of_the_prompt(golden, pieces):
     """Pieces shorter than the convolution and the chunk included; also the cache the model makes by itself."""
     model, tensors = golden
-    ids = tensors["input_ids"]
     sizes = [int(size) for size in pieces.split("-")]
+    ids = tensors["input_ids"][:, : 48 * sizes[0]]
     cache, start, logits = None, 0, []
     while start < ids.shape[1]:
         size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
@@ -138,7 +138,7 @@ def test_any_split_of_the_prompt(golden, pieces):
         logits.append(output.logits)
         start += size
     assert cache.get_seq_length() == ids.shape[1]
-    assert_golden(torch.cat(logits, dim=1), tensors["logits"])
+    assert_golden(torch.cat(logits, dim=1), tensors["logits"][:, : ids.shape[1]])
 
 
 @torch.no_grad()
