@@ -303,64 +303,65 @@ def test_text_only_and_multimodal_classes_read_each_others_adapters(tmp_path):
         torch.testing.assert_close(logits(loaded), expected, **CLOSE)
 
 
+# Whatever reads adapters, and no import but of the model: what lm-eval, trl and the like do.
 FRESH = """
 import sys, warnings, torch
 warnings.simplefilter("ignore")
+from pathlib import Path
 from transformers import AutoModelForCausalLM
-base, adapter, out, remote = sys.argv[1:]
+base, folder, remote = sys.argv[1:]
 if remote:
     assert "kimi_k3" not in sys.modules
 else:
     import kimi_k3
 trust = {"trust_remote_code": bool(remote), "dtype": torch.float32}
-models = {"Auto": AutoModelForCausalLM.from_pretrained(adapter, **trust)}
+first, *others = sorted(Path(folder).iterdir())
+models = {"Auto": AutoModelForCausalLM.from_pretrained(first, **trust)}
 assert ("kimi_k3" in sys.modules) != bool(remote)
 models["load_adapter"] = AutoModelForCausalLM.from_pretrained(base, **trust)
-models["load_adapter"].load_adapter(adapter)
+models["load_adapter"].load_adapter(str(first))
 from peft import AutoPeftModelForCausalLM, PeftModel
-models["AutoPeft"] = AutoPeftModelForCausalLM.from_pretrained(adapter, **trust)
-models["PeftModel"] = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **trust), adapter)
-ids = torch.arange(3, 23)[None]
-with torch.no_grad():
-    torch.save({name: model.eval()(input_ids=ids).logits for name, model in models.items()}, out)
-"""
-
-
-@pytest.mark.parametrize(
-    "remote",
-    [pytest.param("", id="installed", marks=pytest.mark.one_release), pytest.param("remote", id="remote-code")],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_a_fresh_process_loads_an_adapter_folder(remote, tmp_path):
-    """Experts packed and adapted, and no import but of the model: what lm-eval, trl and the like do."""
-    tiny.model("kmk", **tiny.PACKED).save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    adapter = adapted(model, LoraConfig(r=4, **lora_targets(model))).float()
-    adapter.save_pretrained(tmp_path / "adapter")
-    arguments = [str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "logits.pt"), remote]
-    environment = tiny.environment(HF_MODULES_CACHE=str(tmp_path / "modules"), HF_HUB_OFFLINE="1")
-    subprocess.run([sys.executable, "-P", "-c", FRESH, *arguments], check=True, env=environment)
-    expected = logits(adapter)
-    for way, got in torch.load(tmp_path / "logits.pt").items():
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0, msg=lambda text, way=way: f"{way}: {text}")
-
-
-READ_ALL = """
-import sys, warnings, torch
-warnings.simplefilter("ignore")
-import kimi_k3
-from pathlib import Path
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-base, folder = sys.argv[1:]
-ids = torch.arange(3, 23)[None]
-with torch.no_grad():
-    for adapter in sorted(Path(folder).iterdir()):
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        read = PeftModel.from_pretrained(model, adapter).eval()
-        torch.save(read(input_ids=ids).logits, adapter / "logits.pt")
+models["AutoPeft"] = AutoPeftModelForCausalLM.from_pretrained(first, **trust)
+for adapter in (first, *others):
+    models["PeftModel"] = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **trust), adapter)
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        torch.save({way: model.eval()(input_ids=ids).logits for way, model in models.items()}, adapter / "logits.pt")
+    models.clear()
 """
 PARTS = ("attention", "dense", "experts", "shared", "latent", "router")
+
+
+def read_by_a_fresh_process(folder, adapters, remote=""):
+    """Save adapters of packed experts and read them: the first in every way, the others by peft."""
+    tiny.model("kmk", **tiny.PACKED).save_pretrained(folder / "base")
+    expected = []
+    for number, (parts, options) in enumerate(adapters):
+        model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+        targets = lora_targets(model, **{part: part in parts for part in PARTS} if parts else {})
+        adapter = adapted(model, LoraConfig(**targets, **options)).float()
+        adapter.save_pretrained(folder / "adapters" / str(number))
+        expected.append(logits(adapter))
+    environment = tiny.environment(HF_MODULES_CACHE=str(folder / "modules"), HF_HUB_OFFLINE="1")
+    command = [sys.executable, "-P", "-c", FRESH, str(folder / "base"), str(folder / "adapters"), remote]
+    subprocess.run(command, check=True, env=environment)
+    for number, wanted in enumerate(expected):
+        read = torch.load(folder / "adapters" / str(number) / "logits.pt")
+        assert len(read) == (1 if number else 4)
+        for way, got in read.items():
+            torch.testing.assert_close(
+                got, wanted, atol=1e-5, rtol=0, msg=lambda text, i=number, way=way: f"{adapters[i]}, {way}: {text}"
+            )
+
+
+PLAIN = None, {"r": 4}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_fresh_process_loads_an_adapter_folder_with_its_code(tmp_path):
+    read_by_a_fresh_process(tmp_path, [PLAIN], remote="remote")
+
+
 # What a part refuses is left out: experts take plain factors, a parameter that is no module's weight no dropout.
 CONFIGURATIONS = st.builds(
     lambda parts, dora, dropout, **options: (
@@ -379,22 +380,9 @@ CONFIGURATIONS = st.builds(
 
 
 @pytest.mark.one_release
+@pytest.mark.filterwarnings("ignore")
 @settings(max_examples=1, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(CONFIGURATIONS, min_size=4, max_size=4))
 def test_random_adapters_are_saved_and_read_by_a_fresh_process(tmp_path_factory, drawn):
     """One process for all of them, since it starts for seconds."""
-    folder = tmp_path_factory.mktemp("random")
-    tiny.model("kmk", **tiny.PACKED).save_pretrained(folder / "base")
-    expected = []
-    for number, (parts, options) in enumerate(drawn):
-        model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-        targets = lora_targets(model, **{part: part in parts for part in PARTS})
-        adapter = adapted(model, LoraConfig(**targets, **options)).float()
-        adapter.save_pretrained(folder / "adapters" / str(number))
-        expected.append(logits(adapter))
-    environment = tiny.environment(HF_HUB_OFFLINE="1")
-    command = [sys.executable, "-P", "-c", READ_ALL, str(folder / "base"), str(folder / "adapters")]
-    subprocess.run(command, check=True, env=environment)
-    for number, wanted in enumerate(expected):
-        got = torch.load(folder / "adapters" / str(number) / "logits.pt")
-        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0, msg=lambda text, i=number: f"{drawn[i]}: {text}")
+    read_by_a_fresh_process(tmp_path_factory.mktemp("random"), [PLAIN, *drawn])
