@@ -7,7 +7,8 @@ PYTHON ?= python3
 #   make demo TORCH='torch==2.9.1'
 TORCH ?= torch==2.13.0
 OLDEST ?= transformers==5.17.0
-PYTEST_FLAGS ?= -n auto
+# A worker runs neighbours, which share what a file sets up, and takes from the other one when it is done.
+PYTEST_FLAGS ?= -n auto --dist worksteal
 
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
