@@ -176,19 +176,11 @@ class KimiK3DeltaAttention(nn.Module):
             if slots is not None and not few:
                 before = before.map(lambda x: x.index_select(0, slots))
             if few and cache_layer is not None and before.tails is not None and before.recurrent is not None:
+                step = *projected, *logits, gate, before.tails, conv_weights, parameters, self.o_norm.weight
+                # Under autograd the cache refuses what it is given, unchanged.
+                in_place = cache_layer.writes_in_place and real is None and not torch.is_grad_enabled()
                 out, tails, recurrent = kda_step.kda_step(
-                    *projected,
-                    *logits,
-                    gate,
-                    before.tails,
-                    conv_weights,
-                    parameters,
-                    self.o_norm.weight,
-                    before.recurrent,
-                    self.o_norm.eps,
-                    # Under autograd the cache refuses what it is given, unchanged.
-                    in_place=cache_layer.writes_in_place and real is None and not torch.is_grad_enabled(),
-                    slots=slots,
+                    *step, before.recurrent, self.o_norm.eps, in_place=in_place, slots=slots
                 )
             else:
                 convolved, tails = convolve(projected, conv_weights, before.tails, cu_seqlens, cache_layer is not None)
