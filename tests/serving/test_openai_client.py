@@ -59,7 +59,7 @@ def test_chats(client, running):
     assert parts[0].choices[0].delta.role == "assistant" and parts[-1].choices[0].finish_reason == "length"
     assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
     with client.chat.completions.stream(**options) as stream:
-        assert stream.get_final_completion().choices[0].message.content == expected
+        assert "".join(event.delta for event in stream if event.type == "content.delta") == expected
 
 
 def test_errors_and_models(client, running):
