@@ -366,6 +366,18 @@ def test_decoded_experts_are_never_stale(which, change):
     assert not all(torch.equal(got, old) for got, old in zip(after, before, strict=True))
 
 
+def test_decoded_experts_know_a_tensor_from_another_on_its_memory():
+    """Versions are counted anew for it, and may come to the same number."""
+    weights, scales = packed_experts()
+    (other, _), _ = packed_experts(seed=1)
+    weights[0].copy_(weights[0].clone())
+    decoded = experts.DecodedExperts()
+    decoded.of(weights, scales, torch.float32)(3)
+    weights[0] = weights[0].data
+    weights[0].copy_(other)
+    assert torch.equal(decoded.of(weights, scales, torch.float32)(3)[0], fresh(3, weights, scales)[0])
+
+
 def test_decoded_experts_stay_within_their_bytes(monkeypatch):
     weights, scales = packed_experts()
     one = 4 * (12 * 64 + 64 * 32)
