@@ -363,7 +363,7 @@ class BatchEngine:
 
 def _refusal(model: torch.nn.Module) -> str | None:
     """Why batches cannot run on a model, None where they can."""
-    if not hasattr(model, "get_output_embeddings") or not hasattr(model.base_model, "embed_tokens"):
+    if not hasattr(model.base_model, "embed_tokens") or model.get_output_embeddings() is None:
         return f"{type(model).__name__} is no Kimi K3 model with a head: give the one inside (peft: get_base_model())"
     if model.training:
         return "the model is in training mode: call model.eval() first"

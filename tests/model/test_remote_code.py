@@ -357,7 +357,7 @@ def test_imports_only_torch_and_transformers(name):
 
 # peft has no way in for layers of others that adapters of all kinds pass through. What is put around its functions is
 # put there behind its own import, once in a process, and calls the original for every model that is not ours.
-TAUGHT = {"lora_kimi_k3.py": {"LoraModel", "BaseTuner", "hotswap", "peft"}}
+TAUGHT = {"lora_kimi_k3.py": {"LoraModel", "AdaLoraModel", "BaseTuner", "hotswap", "peft"}}
 
 
 @pytest.mark.parametrize("name", ["__init__.py", *SHIPPED])

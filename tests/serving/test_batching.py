@@ -4,6 +4,9 @@ In float64: there the roundings by which the sums of a batch differ from those o
 """
 
 import functools
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,8 +17,10 @@ from many_requests import PAGE, alone, check_empty, greedy, model, run, text
 import tiny
 from kimi_k3.serving import scheduler
 from kimi_k3.serving.batch import Batch, next_logits
-from kimi_k3.serving.batching import BatchEngine
+from kimi_k3.serving.batching import BatchEngine, EngineFull
 from kimi_k3.serving.pool import StatePool
+from kimi_k3.serving.sampling import Sampler, Sampling, packed_mask
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.one_release
 
@@ -68,6 +73,27 @@ def test_log_probabilities_of_prompts_are_those_of_a_plain_forward(host_bytes):
             assert [token for token, _ in choice.top] == row.topk(count).indices.tolist()
             assert [value for _, value in choice.top] == pytest.approx(row.topk(count).values.tolist(), abs=1e-10)
     assert asked[3].scored == {} and all(each.new == alone(tuple(each.prompt), 9) for each in asked)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_hook_on_keys_and_values_does_not_change_a_step(attention):
+    """It keeps the absorbed form away, and the mask of a batch has to be one that is added to scores."""
+    net = tiny.model("mk", **tiny.NO_SPECIAL).double()
+    net.set_attn_implementation(attention)
+    net.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda module, args, output: output + 0)
+    pool, texts = StatePool(net, 2, tokens=80, page=PAGE), [text(13, 1), text(21, 2)]
+    sequences = [pool.open() for _ in texts]
+    for sequence, tokens in zip(sequences, texts, strict=True):
+        pool.grow(sequence, len(tokens))
+        next_logits(net, [tokens[:-2]], Batch(pool, [sequence], [len(tokens) - 2]))
+    for group in (sequences, sequences[:1], sequences[1:]):
+        chosen = [texts[sequences.index(each)] for each in group]
+        rows = next_logits(net, [[tokens[each.length]] for each, tokens in zip(group, chosen, strict=True)],
+                           Batch(pool, group, [1] * len(group)))  # fmt: skip
+        for row, each, tokens in zip(rows, group, chosen, strict=True):
+            with torch.no_grad():
+                expected = net(torch.tensor([tokens[: each.length]])).logits[0, -1]
+            torch.testing.assert_close(row, expected, rtol=0, atol=1e-10)
 
 
 # --- the pool --------------------------------------------------------------------------------------------------------
@@ -275,4 +301,57 @@ def test_requests_that_cannot_work_are_refused():
     engine.submit(late)
     run(engine)
     assert isinstance(late.error, TimeoutError) and late.new == []
+    check_empty(engine.pool)
+
+
+def test_what_one_request_does_wrong_ends_it_alone():
+    """Its callbacks raise, or its rule allows no token."""
+    engine, told = BatchEngine(model(), sequences=4, tokens=20 * PAGE, page=PAGE), []
+    good, gone, banned = greedy(text(5), 4, done=told.append), greedy(text(6), 4), greedy(text(7), 4)
+    gone.take = gone.done = lambda *args: 1 / 0
+    banned.sampler = Sampler(Sampling(mask=lambda new: packed_mask(torch.zeros(tiny.VOCABULARY, dtype=torch.bool))))
+    for request in (gone, banned, good):
+        engine.submit(request)
+    run(engine)
+    assert told == [good] and good.new == alone(tuple(good.prompt), 4)
+    assert isinstance(gone.error, ZeroDivisionError) and len(gone.new) == 1
+    assert "no token may come next" in str(banned.error) and banned.new == []
+    check_empty(engine.pool)
+
+
+def pauses(engine) -> bool:
+    with engine.paused():
+        return True
+
+
+def test_pauses_stops_and_new_sessions():
+    """Pauses nest and may be those of several threads; nobody stops what he pauses; what stopped can start again."""
+    engine, ended = BatchEngine(model(), sequences=2, tokens=20 * PAGE, page=PAGE), queue.Queue()
+    engine.start()
+    with engine.paused(), engine.paused():
+        request = greedy(text(4), 3, done=ended.put)
+        engine.submit(request)
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(pauses, engine).result(), "two threads pause at once"
+        with pytest.raises(RuntimeError, match="leave the pause"):
+            engine.stop()
+        assert request.new == [] and ended.empty()
+    assert ended.get(timeout=PATIENCE).new == alone(tuple(request.prompt), 3)
+    for _ in range(2):
+        engine.stop()
+        with pytest.raises(EngineFull, match="is stopping"):
+            engine.submit(greedy(text(4), 1))
+        engine.start()
+        engine.submit(greedy(text(4), 3, done=ended.put))
+        assert ended.get(timeout=PATIENCE).finish == "length"
+    entered, may_go = threading.Event(), threading.Event()
+    late = greedy(text(4), 100, done=ended.put)
+    late.take = lambda choice: entered.set() or not may_go.wait(PATIENCE)
+    engine.submit(late)
+    assert entered.wait(PATIENCE)
+    engine.stop(0, abort=False)  # which leaves it to the thread
+    engine.abort()
+    may_go.set()
+    assert isinstance(ended.get(timeout=PATIENCE).error, EngineFull) and late.finish is None
+    engine.stop()
     check_empty(engine.pool)

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
 import tiny
+from kimi_k3.serving.batching import BatchEngine
 from kimi_k3.serving.manager import KimiK3BatchingManager
 
 PROMPTS = [[5, 9, 3], list(range(10, 40)), [7], [8, 8, 60, 2, 9]]
@@ -109,3 +110,26 @@ def test_results_come_to_a_loop():
 def test_what_a_batch_cannot_do_is_refused_by_name(setting):
     with pytest.raises(ValueError, match=f"{next(iter(setting))}=.*is not supported where many requests"):
         model().init_continuous_batching(greedy(**setting))
+
+
+def test_calls_without_a_seed_draw_apart():
+    drawn = GenerationConfig(do_sample=True, max_new_tokens=8, temperature=3.0)
+    texts = [[output.generated_tokens for output in model().generate_batch(PROMPTS, drawn).values()] for _ in range(2)]
+    assert texts[0] != texts[1]
+
+
+def test_whoever_asks_may_be_in_inference_mode_or_under_autocast():
+    for mode in (torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
+        with mode:
+            outputs = model().generate_batch(PROMPTS[:2], greedy())
+        expected = [alone(tuple(prompt)) for prompt in PROMPTS[:2]]
+        assert [output.generated_tokens for output in outputs.values()] == expected
+
+
+def test_tokens_of_another_vocabulary_and_another_model_are_refused():
+    (failed,) = model().generate_batch([[5, tiny.VOCABULARY]], greedy()).values()
+    assert failed.generated_tokens == [] and f"from 0 to {tiny.VOCABULARY - 1}" in failed.error
+    with pytest.raises(ValueError, match="is no Kimi K3 model with a head"):
+        BatchEngine(model().model)
+    with pytest.raises(ValueError, match="training mode"):
+        BatchEngine(tiny.model("k", **tiny.NO_SPECIAL).train())
