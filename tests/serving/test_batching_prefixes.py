@@ -177,7 +177,7 @@ REQUESTS = st.lists(
 
 
 @settings(
-    max_examples=25, phases=[Phase.generate], deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=10, phases=[Phase.generate], deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(
     asked=REQUESTS,
