@@ -23,7 +23,7 @@ DEFAULTS = {
     KimiK3ForCausalLM.warmup: {"batch_sizes": (1,), "prompt_lengths": (1024,), "training": False, "progress": True},
     PrefixCache: {
         "host_bytes": 0, "folder": None, "disk_bytes": 0, "block": 512, "every": 32768, "write_through": True,
-        "chunk": None,
+        "chunk": None, "admission": "first",
     },
     convert: {
         "target": None, "workers": None, "overwrite": False, "allow_pickle": False, "drop_foreign": False,
