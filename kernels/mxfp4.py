@@ -27,10 +27,10 @@ _tables = functools.cache(_make_tables)
 
 
 @functools.cache
-def _pairs() -> torch.Tensor:
+def _pairs(device: torch.device) -> torch.Tensor:
     """[256] int64: the two float32 values of every byte in one number, so that a processor looks up a byte at once."""
-    byte = torch.arange(256)
-    codes, _ = _tables(byte.device)
+    byte = torch.arange(256, device=device)
+    codes, _ = _tables(device)
     return torch.stack([codes[byte & 15], codes[byte >> 4]], dim=-1).view(torch.int64).view(-1)
 
 
@@ -56,7 +56,7 @@ def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
     codes, scales = (_make_tables if torch.compiler.is_compiling() else _tables)(packed.device)
     if packed.device.type == "cpu" and not torch.compiler.is_compiling():
         indices = packed.reshape(-1).to(torch.int32)
-        values = _pairs().index_select(0, indices).view(torch.float32)
+        values = _pairs(packed.device).index_select(0, indices).view(torch.float32)
     else:
         values = codes[torch.stack([packed & 15, packed >> 4], dim=-1).long()]
     grouped = values.reshape(*scale.shape, GROUP) * scales[scale.long()][..., None]
