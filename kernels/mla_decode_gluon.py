@@ -267,7 +267,7 @@ def decode_kernel(
     gl.warp_specialize([(left_group, arguments), (right_group, arguments)], [4], [240])
 
 
-def fits(query, query_rope, latents, scale, mask, lengths, pages) -> bool:
+def fits(query, query_rope, latents, scale, mask, lengths=None, pages=None) -> bool:
     """Whether these go faster here: half precision, one token, no mask, latents of 512 + 64 in rows of one matrix.
 
     On a Hopper GPU, which the caller knows.
@@ -291,7 +291,7 @@ def fits(query, query_rope, latents, scale, mask, lengths, pages) -> bool:
     )
 
 
-def run(query, query_rope, latents, scale, mask, lengths, pages):
+def run(query, query_rope, latents, scale, mask, lengths, pages=None):
     """As `mla_decode.mla_decode`, whose arguments these are."""
     (batch, _, heads, rank), keys = query.shape, latents.shape[1]
     rows_apart = latents.stride(1)

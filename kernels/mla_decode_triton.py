@@ -164,7 +164,7 @@ def count_splits(programs: int, key_tiles: int, multiprocessors: int) -> int:
     )
 
 
-def run(query, query_rope, latents, scale, mask, lengths, pages):
+def run(query, query_rope, latents, scale, mask, lengths, pages=None):
     """As `mla_decode.mla_decode`, whose arguments these are."""
     batch, length, heads, rank = query.shape
     rope, device = query_rope.shape[-1], latents.device
