@@ -276,7 +276,7 @@ def test_a_signal_ends_the_server_behind_what_runs(model, stop_seconds):
                 assert (ready.status_code, refused.status_code) == (503, 503)
                 assert refused.headers["retry-after"] == "1" and "shutting down" in message(refused)
                 if stop_seconds == 1:
-                    until(lambda: server.batches._is_aborting)
+                    until(lambda: server.batches._session.is_aborting)
                 may_run.set()
                 lines = [line for line in response.iter_lines() if line]
     finally:

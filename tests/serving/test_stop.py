@@ -133,7 +133,8 @@ def test_a_stop_is_a_line_and_an_exit_code(tmp_path):
 
     notice = "kimi-k3 serve: requests under way have 0.5 seconds; a second Ctrl-C ends the server at once"
     late = "kimi-k3 serve: interrupted; requests that were not answered within 0.5 seconds, and broken off:"
-    assert busy["code"] == 130 and busy["lines"] == [notice, f"{late} 3"], busy
+    # the half may not have come yet
+    assert busy["code"] == 130 and busy["lines"] in ([notice, f"{late} 2"], [notice, f"{late} 3"]), busy
     (whole, sentence), (streamed, events) = busy["told"]
     assert (whole, streamed) == (503, 200)
     assert "the engine is stopping" in sentence and "the engine is stopping" in events
