@@ -31,7 +31,7 @@ class EngineFull(Exception):
     """No more requests are taken: too many wait, or the engine is stopping."""
 
 
-_STOPPING = "no more requests are taken: the engine is stopping"
+_STOPPING = "no more requests are taken: the engine is shutting down"
 
 
 class _Session:

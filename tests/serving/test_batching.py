@@ -339,7 +339,7 @@ def test_pauses_stops_and_new_sessions():
     assert ended.get(timeout=PATIENCE).new == alone(tuple(request.prompt), 3)
     for _ in range(2):
         engine.stop()
-        with pytest.raises(EngineFull, match="is stopping"):
+        with pytest.raises(EngineFull, match="is shutting down"):
             engine.submit(greedy(text(4), 1))
         engine.start()
         engine.submit(greedy(text(4), 3, done=ended.put))
