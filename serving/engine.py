@@ -194,10 +194,6 @@ class Engine:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    @property
-    def busy(self) -> bool:
-        return self.batches.requests > 0
-
     def stop(self, seconds: float) -> None:
         """Take no more jobs, finish those at hand within `seconds`, break off the rest and write the prefixes.
 
