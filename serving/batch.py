@@ -106,6 +106,9 @@ class Batch:
         places = torch.cat(new)
         self.layers |= {i: _Pages(buffer, places, functools.partial(stored, i)) for i, buffer in pool.latents.items()}
         self._ends, self._lengths = ends, torch.tensor(ends, device=pool.device)
+        if not self.is_step:  # for all layers: rows of the buffers of each sequence's tokens
+            self._seen = [pool.places(sequence, 0, end) for sequence, end in zip(sequences, ends, strict=True)]
+            return
         tables = [torch.tensor(sequence.pages, dtype=torch.int32) for sequence in sequences]
         table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(pool.device)
         self._pages = mla_decode.Pages(table, pool.page)
@@ -127,8 +130,8 @@ class Batch:
         if self.is_step:
             return self._of_step(module, query, buffer, **kwargs)
         parts, of_sequences = [], query.split(self.counts, dim=2)
-        for sequence, end, new in zip(self.sequences, self._ends, of_sequences, strict=True):
-            read, behind = buffer[self.pool.places(sequence, 0, end)][None], end > new.shape[2] > 1
+        for seen, end, new in zip(self._seen, self._ends, of_sequences, strict=True):
+            read, behind = buffer[seen][None], end > new.shape[2] > 1
             is_flash = is_flash_attention_requested(module.config)
             # sdpa and flash kernels know causality by themselves where queries and keys are the same tokens
             alone = behind or is_flash or module.config._attn_implementation == "sdpa"
