@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .sent import sent
+
 
 def _is_number(value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
@@ -124,29 +126,49 @@ class Choice:
 class Sampler:
     """How the next tokens of one request are chosen. `choose` changes nothing of it, `note` goes on to the next token.
 
+    Whoever asks for a token before the host knows the last one says so by `expect`.
+
     It can be pickled, and goes on in another process or on another device as it would have here.
 
     Args:
         sampling: the rules.
         prompt: token ids.
         ends: ids of the tokens that end the text.
+
+    Attributes:
+        new: ids of the tokens that were noted.
+        expected: how many more were asked for.
     """
 
     def __init__(self, sampling: Sampling = Sampling(), prompt: Sequence[int] = (), ends: Collection[int] = ()):
         self.sampling, self.prompt, self.ends = sampling, prompt, frozenset(ends)
         self.new: list[int] = []
+        self.expected = 0
         self._seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self._counts: torch.Tensor | None = None
 
     def note(self, token: int) -> None:
         """This token was taken."""
         self.new.append(token)
-        if self._counts is not None:
+        if self.expected:
+            self.expected -= 1
+        elif self._counts is not None:
             self._counts[1, token] += 1
 
+    def expect(self, token: torch.Tensor) -> None:
+        """This token, int64 [1] on the device, will be noted."""
+        self.expected += 1
+        if self._counts is not None:
+            self._counts[1].scatter_add_(0, token, torch.ones_like(token, dtype=self._counts.dtype))
+
+    @property
+    def place(self) -> int:
+        """Of the next token behind the prompt."""
+        return len(self.new) + self.expected
+
     def uniform(self) -> float:
-        """The number in [0, 1) by which the next token is drawn: of the seed and of how many tokens were noted."""
-        digest = hashlib.blake2b(f"{self._seed} {len(self.new)}".encode(), digest_size=8).digest()
+        """The number in [0, 1) by which the next token is drawn: of the seed and of its place."""
+        digest = hashlib.blake2b(f"{self._seed} {self.place}".encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
     def counts(self, vocabulary: int, device: torch.device) -> torch.Tensor:
@@ -155,7 +177,7 @@ class Sampler:
         if self._counts is None or self._counts.device != device:
             texts = (torch.tensor([*text], dtype=torch.int64) for text in (self.prompt, self.new))
             known = [text[text < vocabulary].bincount(minlength=vocabulary) for text in texts]
-            self._counts = _sent(torch.stack(known).int(), device)
+            self._counts = sent(torch.stack(known).int(), device)
         return self._counts
 
     def __getstate__(self):
@@ -168,12 +190,38 @@ def packed_mask(allowed: torch.Tensor) -> torch.Tensor:
     return (bits << torch.arange(32)).sum(-1).int()  # the highest bit is the sign's: int() keeps the lower 32
 
 
-def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
-    """The next token of every row of logits [N, vocabulary], by its sampler. The host waits for the device once.
+class Asked:
+    """Next tokens that the device chooses.
+
+    Attributes:
+        tokens: [N] int64, on the device.
+    """
+
+    def __init__(self, tokens: torch.Tensor, table: torch.Tensor, counts: list[int | None]):
+        self.tokens, self._counts, self._arrival = tokens, counts, None
+        self._table = table
+        if table.is_cuda:
+            self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            self._table.copy_(table, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+
+    def have_come(self) -> bool:
+        """Whether `choices` would not wait."""
+        return self._arrival is None or self._arrival.query()
+
+    def choices(self) -> "list[Choice | ValueError]":
+        """Of every row; what is wrong with its rules or its logits in place of it. Waits for the device."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return [_choice(row, count) for row, count in zip(self._table.tolist(), self._counts, strict=True)]
+
+
+def ask(logits: torch.Tensor, samplers: Sequence[Sampler]) -> Asked:
+    """The next token of every row of logits [N, vocabulary], by its sampler, without waiting for the device.
 
     Raises:
-        ValueError: for rules that name unknown tokens or allow none, and for logits that are not finite. Nothing has
-            changed then: the other rows can be chosen again, with the same tokens.
+        ValueError: for rules that name unknown tokens. Nothing has changed then.
     """
     for sampler in samplers:
         if (refusal := sampler.sampling.refusal(logits.shape[-1])) is not None:
@@ -182,24 +230,32 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
     best, tokens = scores.max(-1)
     drawn = [row for row, sampler in enumerate(samplers) if sampler.sampling.temperature > 0]
     if drawn:
-        rows = _sent(drawn, logits.device)
+        rows = sent(drawn, logits.device)
         tokens[rows] = _drawn(scores[rows].double(), [samplers[row] for row in drawn])
     table = torch.stack([tokens.double(), best.double()], 1)  # ids are exact in float64: one copy brings everything
     counts = [sampler.sampling.log_probabilities for sampler in samplers]
     asked = [row for row, count in enumerate(counts) if count is not None]
     if asked:
-        rows = _sent(asked, logits.device)
+        rows = sent(asked, logits.device)
         width = min(max(counts[row] for row in asked), logits.shape[-1])
         report = _report(logits[rows].double(), tokens[rows], width)
         table = torch.nn.functional.pad(table, (0, report.shape[1]))
         table[rows, 2:] = report
-    return [_choice(row, count) for row, count in zip(table.tolist(), counts, strict=True)]
+    return Asked(tokens, table, counts)
 
 
-def _sent(values, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Host values on the device, without waiting for it."""
-    values = torch.as_tensor(values, dtype=dtype)
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
+    """The next token of every row of logits [N, vocabulary], by its sampler. The host waits for the device once.
+
+    Raises:
+        ValueError: for rules that name unknown tokens or allow none, and for logits that are not finite. Nothing has
+            changed then: the other rows can be chosen again, with the same tokens.
+    """
+    found = ask(logits, samplers).choices()
+    for choice in found:
+        if isinstance(choice, ValueError):
+            raise choice
+    return found
 
 
 def _ruled(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
@@ -209,7 +265,7 @@ def _ruled(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
     rules = [sampler.sampling for sampler in samplers]
     biased = [(row, *item) for row, rule in enumerate(rules) for item in rule.logit_bias.items()]
     penalised = [row for row, rule in enumerate(rules) if rule.is_penalised]
-    early = [row for row, sampler in enumerate(samplers) if len(sampler.new) < rules[row].min_new_tokens]
+    early = [row for row, sampler in enumerate(samplers) if sampler.place < rules[row].min_new_tokens]
     ends = [(row, end) for row in early for end in samplers[row].ends if end < vocabulary]
     masks = {row: rule.mask(samplers[row].new) for row, rule in enumerate(rules) if rule.mask}
     masks = {row: mask for row, mask in masks.items() if mask is not None}
@@ -218,20 +274,20 @@ def _ruled(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
     scores = logits.to(torch.float64, copy=True)
     if biased:
         rows, tokens, values = zip(*biased, strict=True)
-        scores[_sent(rows, device), _sent(tokens, device)] += _sent(values, device, torch.float64)
+        scores[sent(rows, device), sent(tokens, device)] += sent(values, device, torch.float64)
     if penalised:
-        rows = _sent(penalised, device)
+        rows = sent(penalised, device)
         counts = torch.stack([samplers[row].counts(vocabulary, device) for row in penalised])
         scores[rows] = _penalised(scores[rows], counts, [rules[row] for row in penalised])
     if ends:
         rows, tokens = zip(*ends, strict=True)
-        scores[_sent(rows, device), _sent(tokens, device)] = -math.inf
+        scores[sent(rows, device), sent(tokens, device)] = -math.inf
     if masks:
         # tokens that a mask does not know, because the tokenizer has fewer than the model, are banned
         words = -(-vocabulary // 32)
         bits = torch.stack([torch.nn.functional.pad(mask, (0, words - len(mask))) for mask in masks.values()])
-        bits = _sent(bits, device)[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)
-        rows, banned = _sent([*masks], device), (bits & 1).flatten(1)[:, :vocabulary] == 0
+        bits = sent(bits, device)[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)
+        rows, banned = sent([*masks], device), (bits & 1).flatten(1)[:, :vocabulary] == 0
         scores[rows] = scores[rows].masked_fill(banned, -math.inf)
     return scores
 
@@ -239,7 +295,7 @@ def _ruled(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
 def _penalised(scores: torch.Tensor, counts: torch.Tensor, rules: list[Sampling]) -> torch.Tensor:
     """Scores [M, vocabulary] of rows with counts [M, 2, vocabulary] under their penalties."""
     numbers = [(rule.repetition_penalty, rule.presence_penalty, rule.frequency_penalty) for rule in rules]
-    repetition, presence, frequency = _sent([*zip(*numbers, strict=True)], scores.device, torch.float64)[:, :, None]
+    repetition, presence, frequency = sent([*zip(*numbers, strict=True)], scores.device, torch.float64)[:, :, None]
     repeated, generated = torch.where(scores < 0, scores * repetition, scores / repetition), counts[:, 1]
     scores = torch.where((counts > 0).any(1), repeated, scores)
     return scores - frequency * generated - presence * (generated > 0)
@@ -253,7 +309,7 @@ def _drawn(scores: torch.Tensor, samplers: list[Sampler]) -> torch.Tensor:
         (rule.temperature, min(rule.top_k or vocabulary, vocabulary), rule.top_p, rule.min_p, sampler.uniform())
         for rule, sampler in zip(rules, samplers, strict=True)
     ]
-    temperature, top_k, top_p, min_p, uniform = _sent([*zip(*numbers, strict=True)], scores.device, torch.float64)[
+    temperature, top_k, top_p, min_p, uniform = sent([*zip(*numbers, strict=True)], scores.device, torch.float64)[
         :, :, None
     ]
     scores, order = scores.sort(stable=True)
@@ -285,13 +341,13 @@ def _report(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Ten
     return torch.cat(report, 1)
 
 
-def _choice(row: list[float], count: int | None) -> Choice:
+def _choice(row: list[float], count: int | None) -> Choice | ValueError:
     """What a row of the table says: token, highest score and, where `count` is given, a report."""
     token, best, *report = row
     if best == -math.inf:
-        raise ValueError("no token may come next: the mask and min_new_tokens ban all of them")
+        return ValueError("no token may come next: the mask and min_new_tokens ban all of them")
     if not math.isfinite(best):
-        raise ValueError("the model's logits are not finite")
+        return ValueError("the model's logits are not finite")
     if count is None:
         return Choice(int(token))
     width = len(report) // 2
