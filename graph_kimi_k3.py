@@ -30,7 +30,7 @@ KEPT_STEPS, KEPT_BYTES = 4, 1 << 30
 # Arguments of a step that are tensors.
 _TENSORS = ("input_ids", "attention_mask", "position_ids")
 # A capture begins with a wait for the device, which would spoil that of another thread; `watched` changes the process.
-_alone = threading.Lock()
+alone = threading.Lock()
 _WARNING = "the decoding step runs without a CUDA graph: %s"
 
 
@@ -45,9 +45,13 @@ def can_capture(model: Any) -> bool:
 
 
 class Graph:
-    """A forward of a model on given tensors, captured: `replay` runs it on what they hold then, and fills `outputs`."""
+    """A forward on given tensors, captured: `replay` runs it on what they hold then, and fills `outputs`.
 
-    def __init__(self, model: PreTrainedModel, inputs: dict[str, Any]):
+    Args:
+        model: what is called; its `device` has graphs.
+    """
+
+    def __init__(self, model: Any, inputs: dict[str, Any]):
         device = torch.get_device_module(model.device)
         self._graph = device.CUDAGraph()
         self._caches = [x for x in inputs.values() if isinstance(x, HybridCache)]
@@ -55,7 +59,7 @@ class Graph:
         # Not the stream that torch would take, which belongs to whichever device captured first.
         try:
             with (
-                _alone,
+                alone,
                 device.device(model.device),
                 device.graph(self._graph, stream=device.Stream(model.device), capture_error_mode="thread_local"),
             ):
@@ -131,7 +135,7 @@ def described_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:300]}"
 
 
-def watched(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Any, str | None]:
+def watched(model: Any, inputs: dict[str, Any]) -> tuple[Any, str | None]:
     """A forward as it is, and why later ones must not be captured: waiting for the device, or more than logits.
 
     A capture that breaks off leaves the process's random numbers and memory in the middle of it, so waiting is looked
@@ -141,7 +145,7 @@ def watched(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Any, str | 
     watch = getattr(device, "set_sync_debug_mode", None)
     thread = threading.get_ident()
     caught: list[tuple[int, Any, Any, str, int]] = []
-    with _alone, warnings.catch_warnings():
+    with alone, warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, category, filename, lineno, *_: caught.append(
             (threading.get_ident(), message, category, filename, lineno)
@@ -162,7 +166,8 @@ def watched(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Any, str | 
             warnings.warn_explicit(message, category, filename, lineno)
         elif source == thread and Path(filename).name != "masking_utils.py":
             waits.append(f"{filename}, line {lineno}")
-    if any(isinstance(value, tuple) for value in outputs.values()) or outputs.get("routed_experts") is not None:
+    named = outputs if isinstance(outputs, dict) else {}
+    if any(isinstance(value, tuple) for value in named.values()) or named.get("routed_experts") is not None:
         return outputs, "hidden states, attention weights, router logits or routed experts were asked for"
     return outputs, f"the forward waits for the device in {waits[0]}" if waits else None
 

@@ -284,6 +284,7 @@ def step_of_many(
 def step(q, k, v, g, beta, gate, tails, conv_weights, parameters, norm_weight, state, norm_eps, in_place, slots):
     """As `kda_step.kda_step`, whose arguments these are."""
     in_place = in_place or slots is not None
+    slots = None if slots is None else slots.contiguous()
     batch, length, _ = q.shape
     _, heads, key_size, value_size = state.shape
     out = torch.empty(batch, length, heads * value_size, device=q.device, dtype=q.dtype)

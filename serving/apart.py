@@ -9,13 +9,14 @@ They speak over any stream socket, in messages of a length and a safetensors fil
 trusted to send the states of this model; that it *is* this model both sides check first.
 """
 
+import functools
 import json
 import queue
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,8 @@ import torch
 from safetensors import torch as safetensors
 
 from ..fingerprint_kimi_k3 import model_fingerprint
-from .batch import Batch, next_logits
-from .pool import Saved, StatePool
+from .batch import PrefillBatch, attend_parts, parts_of, prefill_logits
+from .pool import Saved, Sequence, StatePool
 
 _SIZES = struct.Struct("<IQ")  # of a message: bytes of its JSON head and of its tensors
 _MOST_HEAD, _MOST_TENSORS = 64 << 20, 64 << 30
@@ -121,8 +122,7 @@ class Prefiller:
             while sequence.length < length:
                 tokens = prompt[sequence.length : length][: self.chunk]
                 is_last = sequence.length + len(tokens) == length
-                batch = Batch(self.pool, [sequence], [len(tokens)], stored if is_last else _nothing)
-                next_logits(self.model, [tokens], batch)
+                self._feed(sequence, tokens, stored if is_last else _nothing)
         finally:
             self.pool.close(sequence)
         if self._error is not None:
@@ -135,6 +135,15 @@ class Prefiller:
         self.link.close()
         if self._error is not None:
             raise self._error
+
+    def _feed(self, sequence: Sequence, tokens: list[int], stored: Callable[[int], None]) -> None:
+        pool, length = self.pool, sequence.length
+        attend = functools.partial(attend_parts, pool, parts_of(pool, [sequence], [len(tokens)]))
+        places = pool.places(sequence, length, length + len(tokens)) if pool.latents else None
+        slot, ids = (torch.tensor(numbers, device=pool.device) for numbers in ([sequence.slot], tokens))
+        batch = PrefillBatch(pool, slot, places, None, attend, stored)
+        prefill_logits(self.model, ids, ids.new_tensor([len(tokens) - 1]), batch)
+        sequence.length += len(tokens)
 
     def _send_all(self) -> None:
         try:

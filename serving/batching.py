@@ -2,27 +2,34 @@
 
     step   1. requests that were cancelled or are too late end
            2. the scheduler names what runs: one token of every request that decodes, chunks of others' prompts
-           3. one forward over the former, one over the latter (`batch.py`)
+           3. one forward over the former , one over the latter (`forwards.py`)
            4. a next token is chosen for every request whose text is fed whole (`sampling.py`)
+
+On a GPU the host is a step ahead: it starts the next step before it reads the tokens of this one, which stay on the
+device. A text that turns out to have ended is fed one token too many then.
 
 `BatchEngine.step` does one of them; `start` runs them in a thread. `docs/batching.md` draws who owns what.
 """
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from .batch import Batch, next_logits
+from .forwards import UNKNOWN, Forwards
 from .pool import StatePool
 from .prefix_cache import PrefixCache
 from .prefix_requests import RequestPrefixes
-from .sampling import Choice, Sampler, choose
+from .sampling import Asked, Choice, ask
 from .scheduler import Request, Scheduler, Step
+from .scoring import Scored
+from .sent import sent
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +39,19 @@ class EngineFull(Exception):
 
 
 _STOPPING = "no more requests are taken: the engine is shutting down"
+
+
+@dataclass
+class _Asked:
+    """Tokens that were asked for in a step: of the requests in their order, or why there will be none."""
+
+    step: int
+    requests: list[Request]
+    tokens: Asked | Exception
+
+    def told(self) -> list[tuple[Request, Choice | Exception]]:
+        choices = [self.tokens] if isinstance(self.tokens, Exception) else self.tokens.choices()
+        return [*zip(self.requests, choices, strict=True)]
 
 
 class _Session:
@@ -49,8 +69,9 @@ class BatchEngine:
         sequences: requests that run at a time.
         memory: bytes of states and latents on the device at most.
         tokens: of all running requests together at most; without either, 65,536.
-        step_tokens: fed in one step at most, so that long prompts do not hold up the others.
-        chunk: of a prompt, fed in one step at most. With `batch_invariant` chunks end at its multiples, and the last
+        step_tokens: fed in one step at most, so that long prompts do not hold up the others; None for 8,192 on a GPU,
+            which fewer leave waiting for the host, and 2,048 elsewhere.
+        chunk: of a prompt, fed in one step at most; None for half of `step_tokens`. With `batch_invariant` chunks end at its multiples, and the last
             one of a step may exceed `step_tokens`.
         host_bytes: of requests that gave way, in host memory.
         waiting: requests that may wait for memory at once; None for any number.
@@ -61,6 +82,11 @@ class BatchEngine:
     Raises:
         ValueError: for a prefix cache of another model, and for a model that this cannot run.
 
+    Attributes:
+        is_ahead: steps start before the tokens of the last one are read.
+        steps, fed_tokens: so far.
+        dry_steps: how many of them found a device that had nothing left to do.
+
     Threads may `submit` and `cancel`. All callbacks of a request are called in the thread that steps.
     """
 
@@ -70,8 +96,8 @@ class BatchEngine:
         sequences: int = 64,
         memory: int | None = None,
         tokens: int | None = None,
-        step_tokens: int = 2048,
-        chunk: int = 1024,
+        step_tokens: int | None = None,
+        chunk: int | None = None,
         host_bytes: int = 0,
         waiting: int | None = 4096,
         page: int = 64,
@@ -86,6 +112,8 @@ class BatchEngine:
         if memory is None and tokens is None:
             tokens = 65536
         self.pool = StatePool(model, sequences, memory, tokens, page)
+        step_tokens = step_tokens or (8192 if self.pool.spare else 2048)
+        chunk = chunk or max(step_tokens // 2, 1)
         engine = weakref.ref(self)  # a cycle would keep the pool until the collector comes
 
         def is_read() -> None:
@@ -94,7 +122,12 @@ class BatchEngine:
 
         self.prefixes = RequestPrefixes(prefix_cache, self.pool, chunk if batch_invariant else None, is_read)
         self.scheduler = Scheduler(self.pool, step_tokens, chunk, batch_invariant, host_bytes, self.prefixes)
-        self.steps = self.fed_tokens = 0
+        self.is_ahead = bool(self.pool.spare)
+        self.steps = self.fed_tokens = self.dry_steps = 0
+        self._forwards = Forwards(model, self.pool)
+        self._asked: list[_Asked] = []  # oldest first
+        self._fed: list[Request] = []  # tokens that the host does not know yet
+        self._is_changed = True  # or may be, the model
         self._changed = threading.Condition()  # guards what is new and all below
         self._new: list[Request] = []
         self._has_news = self._is_stepping = False
@@ -179,6 +212,7 @@ class BatchEngine:
                 raise RuntimeError("a callback of a request cannot pause the step that it is a part of")
             self._pauses.append(threading.get_ident())
             self._changed.wait_for(lambda: not self._is_stepping)
+            self._is_changed = True
         try:
             yield
         finally:
@@ -258,23 +292,37 @@ class BatchEngine:
     def step(self) -> None:
         """One step."""
         with self._unpaused():
+            if self._is_changed:
+                self._forwards.examine()
             self._admit()
+            if any(request.pending and request.sampler.sampling.mask for request in self.scheduler.requests):
+                self._settle()  # what may come next depends on the last token
             ended = list(self.scheduler.ended())
             for request in ended:
                 self._end(request)
             was_read = self.prefixes.collect(self.scheduler.requests)
             plan = self.scheduler.plan()
+            is_idle = not (plan.decoding or plan.chunks)
             self._run_all(plan)
+            is_last = is_idle or bool(self._pauses) or not self.is_ahead
+            self._settle(math.inf if is_last else self.steps)
+            if not self.scheduler.requests:
+                self._asked, self._fed = [], []
             is_reading = any(request.reading is not None for request in self.scheduler.requests)
-            self._is_reading = is_reading and not (ended or was_read or plan.decoding or plan.chunks)
+            self._is_reading = is_reading and is_idle and not (ended or was_read)
+            self._is_changed = not self.requests
         self.steps += 1
 
     def _run_all(self, plan: Step) -> None:
+        last = self._asked[-1].tokens if self._asked else None
         for group in ([(request, 1) for request in plan.decoding], plan.chunks):
             alone = [each for each in group if each[0].is_alone or self.batch_invariant]
             together = [each for each in group if each not in alone]
             for requests in filter(None, (together, *([each] for each in alone))):
                 self._run(requests)
+                if isinstance(last, Asked):
+                    self.dry_steps += last.have_come()
+                last = None
 
     def _admit(self) -> None:
         with self._changed:
@@ -283,30 +331,84 @@ class BatchEngine:
                 self.scheduler.add(request)
 
     def _run(self, group: list[tuple[Request, int]]) -> None:
-        """Feed requests so many tokens each, and give those that are fed whole their next token."""
+        """Feed requests so many tokens each, and ask for the next token of those that are fed whole."""
         requests = [request for request, _ in group]
-        tokens = [request.tokens(request.fed, request.fed + count) for request, count in group]
         try:
-            batch = Batch(self.pool, [request.sequence for request in requests], [count for _, count in group])
             scored = [request.to_score(count) for request, count in group]
-            logits = next_logits(self.model, tokens, batch, scored)
+            logits = self._logits(group, scored)
         except Exception as error:
             self._broken_off(requests, error)
             return
-        whole = [(i, request) for i, request in enumerate(requests) if request.fed == request.length]
-        rows = [(i, each) for i, request in whole for each in (request, *request.siblings)]
-        chosen = _chosen(logits[[i for i, _ in rows]], [each.sampler for _, each in rows]) if rows else []
-        self.fed_tokens += sum(map(len, tokens))
+        self.fed_tokens += sum(count for _, count in group)
         for request, told in zip(requests, scored, strict=True):
             if told is not None:
                 request.scored |= {told.start + i: choice for i, choice in enumerate(told.choices)}
         for request in requests:
             request.is_alone = False  # what failed beside it did not fail here
-            self.prefixes.fed(request)
+            if request.pending:
+                self._fed.append(request)
+            else:
+                self.prefixes.fed(request)
+        whole = [(i, request) for i, request in enumerate(requests) if request.fed == request.length]
+        rows = [(i, each) for i, request in whole for each in (request, *request.siblings)]
         for _, request in whole:
             self._fork(request)
-        for (_, each), choice in zip(rows, chosen, strict=True):
-            self._take(each, choice)
+        if rows:
+            places = sent([i for i, _ in rows], logits.device)
+            self._ask(logits.index_select(0, places), [each for _, each in rows])
+        if not self.is_ahead:
+            self._settle()
+
+    def _logits(self, group: list[tuple[Request, int]], scored: list[Scored | None]) -> torch.Tensor:
+        """Behind the last token of each, [N, vocabulary]."""
+        sequences = [request.sequence for request, _ in group]
+        if all(count == 1 for _, count in group) and not any(scored):
+            last = [(request.tokens(request.fed, request.fed + 1) or [UNKNOWN])[0] for request, _ in group]
+            return self._forwards.step(sequences, last)
+        tokens = [request.tokens(request.fed, request.fed + count) for request, count in group]
+        return self._forwards.prefill(sequences, tokens, scored)
+
+    def _ask(self, logits: torch.Tensor, requests: list[Request]) -> None:
+        """For the next tokens of requests, by logits [N, vocabulary]."""
+        try:
+            asked: Asked | Exception = ask(logits, [request.sampler for request in requests])
+        except Exception as error:  # of one of their rules
+            if len(requests) > 1:
+                for i, request in enumerate(requests):
+                    self._ask(logits[i : i + 1], [request])
+                return
+            asked = error
+        else:
+            places = [(i, request.sequence.slot) for i, request in enumerate(requests) if request.sequence is not None]
+            if places:
+                rows, slots = (sent(numbers, logits.device) for numbers in zip(*places, strict=True))
+                self.pool.tokens.index_copy_(0, slots, asked.tokens[rows])
+            for i, request in enumerate(requests):
+                request.sampler.expect(asked.tokens[i : i + 1])
+        for request in requests:
+            request.pending += 1
+        self._asked.append(_Asked(self.steps, requests, asked))
+
+    def _settle(self, before: float = math.inf) -> None:
+        """Tell requests of the tokens that were asked for in steps before this one."""
+        while self._asked and (step := self._asked[0].step) < before:
+            ready = [asked for asked in self._asked if asked.step == step]
+            self._asked = self._asked[len(ready) :]
+            told = [(request, choice) for asked in ready for request, choice in asked.told()]
+            told = [each for each in told if not (each[0].has_ended or each[0].is_cancelled)]
+            for request, choice in told:
+                request.pending -= 1
+                if isinstance(choice, Choice):
+                    request.new.append(choice.token)
+                    request.sampler.note(choice.token)
+                else:
+                    request.error = choice
+            fed, self._fed = self._fed, []  # in the next step: the host knows these tokens now
+            for request in fed:
+                if not request.has_ended:
+                    self.prefixes.fed(request)
+            for request, choice in told:
+                self._take(request, choice)
 
     def _fork(self, request: Request) -> None:
         """The prompt is fed: the other answers to it go on from here. One that finds no memory waits for its turn and
@@ -319,15 +421,15 @@ class BatchEngine:
 
     def _take(self, request: Request, choice: Choice | Exception) -> None:
         if isinstance(choice, Exception):
-            request.error = choice
             self._end(request)
             return
-        request.new.append(choice.token)
-        request.sampler.note(choice.token)
+        is_enough = None
         try:
             is_enough = request.take(choice)
         except Exception as error:  # of one listener, which must not end the others
-            request.error, is_enough = error, True
+            request.error = error
+            self._end(request)
+            return
         if choice.token in request.ends or is_enough:
             request.finish = "stop"
         elif len(request.new) == request.max_new_tokens:
@@ -338,7 +440,10 @@ class BatchEngine:
     def _broken_off(self, requests: list[Request], error: Exception) -> None:
         """A forward failed somewhere. What its requests hold is lost; each is computed again without the others, and
         one that fails alone ends with the error."""
+        self._settle()
         for request in requests:
+            if request.has_ended:
+                continue
             if len(requests) == 1:
                 request.error = error
                 self._end(request, is_whole=False)
@@ -359,6 +464,7 @@ class BatchEngine:
             for request in list(self.scheduler.requests):
                 request.error = error
                 self._end(request)
+            self._asked, self._fed = [], []
 
 
 def _refusal(model: torch.nn.Module) -> str | None:
@@ -372,13 +478,3 @@ def _refusal(model: torch.nn.Module) -> str | None:
     if model.config._attn_implementation == "flex_attention":
         return "flex_attention takes no masks of a batch: model.set_attn_implementation('sdpa')"
     return None
-
-
-def _chosen(logits: torch.Tensor, samplers: list[Sampler]) -> list[Choice | Exception]:
-    """`choose`; where a row's rule cannot be followed, the reason in its place."""
-    try:
-        return [*choose(logits, samplers)]
-    except Exception as error:
-        if len(samplers) == 1:
-            return [error]
-        return [_chosen(logits[i : i + 1], [sampler])[0] for i, sampler in enumerate(samplers)]

@@ -175,8 +175,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-running", type=at_least_one, default=64, metavar="N", help="at a time (default: %(default)s)")
     about = "for their states and latents (default: room for 65,536 tokens)"
     add("--memory", type=byte_count, metavar="B", help=about)
-    about = "that one step reads, so that long prompts do not hold up the others (default: %(default)s)"
-    add("--step-tokens", type=at_least_one, default=2048, metavar="N", help=about)
+    about = "that one step reads, so that long prompts do not hold up the others (default: 2048, on a GPU 8192)"
+    add("--step-tokens", type=at_least_one, metavar="N", help=about)
     about = "host memory for those that give way (default: none, they are computed again)"
     add("--evicted-bytes", type=byte_count, default=0, metavar="B", help=about)
     about = "no bit of a text depends on the others; costs what batches save"

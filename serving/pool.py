@@ -12,7 +12,9 @@ import torch
 from ..cache_kimi_k3 import HybridCache
 from ..cache_layers_kimi_k3 import KDA_TENSORS, KDACacheLayer
 from ..generation_kimi_k3 import CACHE_ARGUMENT
+from ..graph_kimi_k3 import has_graphs
 from ..kernels_kimi_k3 import kda
+from .sent import sent
 
 
 @dataclass(eq=False)
@@ -59,12 +61,18 @@ class Saved:
 class StatePool:
     """Slots and pages of one model, in buffers that are made once.
 
+    Where steps are captured (`steps.py`) there is a slot and a page behind the last one, which no sequence has: rows
+    that fill up a captured step write there.
+
     Args:
         model: with all its layers on one device. Sizes and dtypes are those that a forward of it leaves in a cache.
         sequences: slots, the most sequences at a time.
         memory: bytes of all buffers at most; what the slots leave becomes pages. None: no limit but `tokens`.
         tokens: that all sequences may have together at most. None: no limit but `memory`.
         page: tokens of a page.
+
+    Attributes:
+        tokens: of every slot the token that was chosen last on the device, int64.
 
     Raises:
         ValueError: for memory in which no token fits beside the slots, and for a model on several devices.
@@ -84,16 +92,19 @@ class StatePool:
             states = {i: layer.tensors() for i, layer in enumerate(layers) if isinstance(layer, KDACacheLayer)}
             latents = {i: layer.filled() for i, layer in enumerate(layers) if i not in states}
             self.device, self.page, self.config = model.device, page, model.config
+            self.spare = int(has_graphs(self.device))
             self.state_bytes = sum(tensor.nbytes for state in states.values() for tensor in state)  # of a slot
             self.page_bytes = page * sum(tensor.nbytes for tensor in latents.values())
             pages = self._pages_for(sequences, memory, tokens)
             self.states: dict[int, list[torch.Tensor]] = {
-                i: [tensor.new_zeros(sequences, *tensor.shape[1:]) for tensor in state] for i, state in states.items()
+                i: [tensor.new_zeros(sequences + self.spare, *tensor.shape[1:]) for tensor in state]
+                for i, state in states.items()
             }
             # The last dimension is a token's latent; rows of all pages one behind the other.
             self.latents: dict[int, torch.Tensor] = {
-                i: tensor.new_zeros(pages * page, tensor.shape[-1]) for i, tensor in latents.items()
+                i: tensor.new_zeros((pages + self.spare) * page, tensor.shape[-1]) for i, tensor in latents.items()
             }
+            self.tokens = torch.zeros(sequences + self.spare, dtype=torch.int64, device=self.device)
         self.sequences, self.pages = sequences, pages
         self._free_slots = list(range(sequences))[::-1]
         self._free_pages = list(range(pages if latents else 0))[::-1]
@@ -101,11 +112,11 @@ class StatePool:
 
     def _pages_for(self, sequences: int, memory: int | None, tokens: int | None) -> int:
         limits = [] if tokens is None else [-(-tokens // self.page)]
-        left = None if memory is None else memory - sequences * self.state_bytes
+        left = None if memory is None else memory - (sequences + self.spare) * self.state_bytes
         if not self.page_bytes:  # no layer keeps latents
             limits = [1 << 30 if left is None or left >= 0 else 0]
         elif left is not None:
-            limits.append(left // self.page_bytes)
+            limits.append(left // self.page_bytes - self.spare)
         if sequences < 1 or min(limits, default=0) < 1:
             given = "no room for a token" if memory is None else f"{memory:,} bytes hold no token"
             raise ValueError(
@@ -191,10 +202,14 @@ class StatePool:
         return forked
 
     def places(self, sequence: Sequence, start: int, end: int) -> torch.Tensor:
+        """`rows`, on the device."""
+        return sent(self.rows(sequence, start, end), self.device)
+
+    def rows(self, sequence: Sequence, start: int, end: int) -> torch.Tensor:
         """Rows of the latents' buffers that the tokens from `start` to `end` have, [end - start] int64."""
         tokens = torch.arange(start, end)
         pages = torch.tensor(sequence.pages, dtype=torch.int64)
-        return (pages[tokens // self.page] * self.page + tokens % self.page).to(self.device)
+        return pages[tokens // self.page] * self.page + tokens % self.page
 
     def layer(self, sequence: Sequence, layer: int, length: int) -> dict[str, torch.Tensor]:
         """A copy in host memory of what one layer keeps of the first `length` tokens, by the names of cache layers."""

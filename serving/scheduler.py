@@ -41,6 +41,7 @@ class Request:
         done: called once at the end, when `finish` or `error` is set.
         finish: "stop" (an end token, or `take` said so), "length" or "cancelled".
         new: token ids that followed, an end token included.
+        pending: how many more the device has chosen, which the host does not know yet.
         fed: tokens of prompt and new ones whose states and latents are in `sequence` or `saved`.
         cache_salt: whose prefixes it uses: what was kept under one salt is found under no other, nor without one.
         cached: tokens of the prompt that the prefix cache restored.
@@ -72,6 +73,7 @@ class Request:
     finish: str | None = None
     error: BaseException | None = None
     new: list[int] = field(default_factory=list)
+    pending: int = 0
     cache_salt: str = ""
     cached: int = 0
     prompt_log_probabilities: int | None = None
@@ -93,10 +95,19 @@ class Request:
 
     @property
     def length(self) -> int:
-        return len(self.prompt) + len(self.new)
+        return len(self.prompt) + len(self.new) + self.pending
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    @property
+    def is_full(self) -> bool:
+        """All of its tokens are chosen, if some are not known yet."""
+        return len(self.new) + self.pending >= self.max_new_tokens
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Of prompt and new tokens."""
+        """Of prompt and new tokens, as far as the host knows them."""
         if start >= len(self.prompt):
             return self.new[start - len(self.prompt) : end - len(self.prompt)]
         return (self.prompt + self.new[: max(end - len(self.prompt), 0)])[start:end]
@@ -207,7 +218,8 @@ class Scheduler:
 
     def release(self, request: Request, is_whole: bool = True) -> None:
         """Give back what a request holds; `is_whole`: its states are those behind the last token that it was fed."""
-        self.prefixes.leave(request, is_whole)
+        are_known = request.fed <= len(request.prompt) + len(request.new)
+        self.prefixes.leave(request, is_whole and are_known)
         if request.sequence is not None:
             self.pool.close(request.sequence)
         request.sequence = request.saved = None
@@ -228,16 +240,16 @@ class Scheduler:
         step, left = Step(), self.step_tokens
         for request in list(self.requests):
             is_ready = request.sequence is not None and request.reading is None and request.error is None
-            if left > 0 and request.fed == request.length - 1 and is_ready:
+            if left > 0 and request.fed == request.length - 1 and is_ready and not request.is_full:
                 if self._make_room(request, request.length, step):
                     step.decoding.append(request)
                     left -= 1
         for request in list(self.requests):
             if left <= 0:
                 break
-            if request in step.decoding or request.leader is not None:
+            if request in step.decoding or request.leader is not None or request.is_full:
                 continue
-            if not self._bring_in(request, step):
+            if request.pending or not self._bring_in(request, step):
                 break  # nobody overtakes the one for which room is being made
             if request.reading is not None or request.error is not None:
                 continue

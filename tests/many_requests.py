@@ -10,6 +10,7 @@ import torch
 
 import tiny
 from kimi_k3.serving.batching import BatchEngine
+from kimi_k3.serving.forwards import Forwards
 from kimi_k3.serving.pool import StatePool
 from kimi_k3.serving.prefix_cache import PrefixCache
 from kimi_k3.serving.sampling import Sampler, Sampling
@@ -41,6 +42,14 @@ def greedy(prompt, new, **options) -> Request:
 def run(engine: BatchEngine) -> None:
     while engine.requests:
         engine.step()
+
+
+def feed(net, pool: StatePool, sequences, tokens: list[list[int]]) -> torch.Tensor:
+    """One forward as an engine makes it: the logits behind the last token of each."""
+    forwards = Forwards(net, pool)
+    if all(len(new) == 1 for new in tokens):
+        return forwards.step(sequences, [token for [token] in tokens])
+    return forwards.prefill(sequences, tokens)
 
 
 def check_empty(pool: StatePool) -> None:

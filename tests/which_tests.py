@@ -44,6 +44,7 @@ TENSOR_PARALLEL = "parallel/test_tensor_parallel.py"
 BROKEN_OFF = "cache/test_broken_off.py"
 BATCHING = "serving/test_batching.py"
 MANAGER = "serving/test_batching_manager.py"
+FORWARDS = "serving/test_forwards.py"
 BATCHING_PREFIXES = "serving/test_batching_prefixes.py"
 ADMISSION = "serving/test_prefix_admission.py"
 CLIENTS = "serving/test_clients.py"
@@ -176,14 +177,15 @@ TESTS = {
     "serving/__init__.py": (SERVER,),
     "serving/answers.py": (ANSWERS, "serving/test_openai_client.py", "serving/test_lm_eval.py"),
     "serving/apart.py": ("serving/test_apart.py",),
-    "serving/batch.py": (BATCHING, "serving/test_apart.py"),
-    "serving/batching.py": (BATCHING, MANAGER, BATCHING_PREFIXES),
+    "serving/batch.py": (BATCHING, "serving/test_apart.py", FORWARDS),
+    "serving/batching.py": (BATCHING, FORWARDS, MANAGER, BATCHING_PREFIXES, "serving/test_stop.py"),
     "serving/commands.py": (CLI, "serving/test_cache_commands.py", REPLAY, SERVER, ONE_LINE),
     "serving/engine.py": (SERVER, CLIENTS),
+    "serving/forwards.py": (FORWARDS, BATCHING),
     "serving/manager.py": (MANAGER,),
     "serving/metrics.py": (ANSWERS, SERVER),
     "serving/middleware.py": (ANSWERS, CLIENTS),
-    "serving/pool.py": (BATCHING,),
+    "serving/pool.py": (BATCHING, FORWARDS),
     "serving/prefix_cache.py": (PREFIX, SERVER, DEFAULTS),
     "serving/prefix_folder.py": ("serving/test_cache_commands.py", ODD_FOLDERS, PREFIX),
     "serving/prefix_index.py": (PREFIX, PRIVACY, ADMISSION),
@@ -191,9 +193,10 @@ TESTS = {
     "serving/prefix_store.py": (PREFIX, PRIVACY, BATCHING_PREFIXES, ADMISSION),
     "serving/protocol.py": (ANSWERS, SERVER, CLIENTS),
     "serving/replay.py": (REPLAY,),
-    "serving/sampling.py": ("serving/test_sampling.py", "serving/test_structured.py", MANAGER),
-    "serving/scheduler.py": (BATCHING, BATCHING_PREFIXES),
+    "serving/sampling.py": ("serving/test_sampling.py", "serving/test_structured.py", FORWARDS, MANAGER),
+    "serving/scheduler.py": (BATCHING, BATCHING_PREFIXES, FORWARDS),
     "serving/scoring.py": (BATCHING, ANSWERS),
+    "serving/sent.py": ("serving/test_sampling.py", FORWARDS),
     "serving/server.py": (SERVER, ANSWERS, CLIENTS),
     "serving/stopping.py": ("serving/test_stop.py", ANSWERS),
     "serving/structured.py": ("serving/test_structured.py",),

@@ -12,11 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
-from many_requests import PAGE, alone, check_empty, greedy, model, run, text
+from many_requests import PAGE, alone, check_empty, feed, greedy, model, run, text
 
 import tiny
 from kimi_k3.serving import scheduler
-from kimi_k3.serving.batch import Batch, next_logits
 from kimi_k3.serving.batching import BatchEngine, EngineFull
 from kimi_k3.serving.pool import StatePool
 from kimi_k3.serving.sampling import Sampler, Sampling, packed_mask
@@ -40,7 +39,7 @@ def test_logits_are_those_of_the_whole_text(family, attention):
         chosen, counts = [sequences[i] for i in group], list(group.values())
         new = [texts[i][sequences[i].length :][:count] for i, count in group.items()]
         assert all(pool.grow(each, each.length + count) for each, count in zip(chosen, counts, strict=True))
-        logits = next_logits(net, new, Batch(pool, chosen, counts))
+        logits = feed(net, pool, chosen, new)
         for i, row in zip(group, logits, strict=True):
             with torch.no_grad():
                 expected = net(torch.tensor([texts[i][: sequences[i].length]])).logits[0, -1]
@@ -85,11 +84,10 @@ def test_a_hook_on_keys_and_values_does_not_change_a_step(attention):
     sequences = [pool.open() for _ in texts]
     for sequence, tokens in zip(sequences, texts, strict=True):
         pool.grow(sequence, len(tokens))
-        next_logits(net, [tokens[:-2]], Batch(pool, [sequence], [len(tokens) - 2]))
+        feed(net, pool, [sequence], [tokens[:-2]])
     for group in (sequences, sequences[:1], sequences[1:]):
         chosen = [texts[sequences.index(each)] for each in group]
-        rows = next_logits(net, [[tokens[each.length]] for each, tokens in zip(group, chosen, strict=True)],
-                           Batch(pool, group, [1] * len(group)))  # fmt: skip
+        rows = feed(net, pool, group, [[tokens[each.length]] for each, tokens in zip(group, chosen, strict=True)])
         for row, each, tokens in zip(rows, group, chosen, strict=True):
             with torch.no_grad():
                 expected = net(torch.tensor([tokens[: each.length]])).logits[0, -1]
@@ -102,13 +100,13 @@ def test_a_hook_on_keys_and_values_does_not_change_a_step(attention):
 def fed(pool, tokens):
     sequence = pool.open()
     pool.grow(sequence, len(tokens))
-    next_logits(model(), [tokens], Batch(pool, [sequence], [len(tokens)]))
+    feed(model(), pool, [sequence], [tokens])
     return sequence
 
 
 def next_of(pool, sequence, token):
     assert pool.grow(sequence, sequence.length + 1)
-    return next_logits(model(), [[token]], Batch(pool, [sequence], [1]))[0]
+    return feed(model(), pool, [sequence], [[token]])[0]
 
 
 def test_copies_go_on_as_the_sequence_does():
@@ -186,9 +184,11 @@ REQUESTS = st.lists(
     chunk=st.integers(1, 16),
     host_bytes=st.sampled_from([0, 60_000, 1 << 30]),
     batch_invariant=st.booleans(),
+    is_ahead=st.booleans(),
 )
-def test_every_text_is_the_one_it_would_get_alone(asked, pages, **options):
+def test_every_text_is_the_one_it_would_get_alone(asked, pages, is_ahead, **options):
     engine = BatchEngine(model(), tokens=pages * PAGE, page=PAGE, **options)
+    engine.is_ahead = is_ahead
     coming = {}
     for i, (length, new, step, priority, leaves) in enumerate(asked):
         request = greedy(text(length, i), new, priority=priority)
@@ -256,8 +256,8 @@ def test_a_forward_that_fails_costs_nobody_else_his_text():
     slots = {}
 
     def fails(module, args, output):
-        batch = slots.get("batch")
-        if batch is not None and bad.sequence in batch.sequences and len(bad.new) == 3:
+        batch = slots["batch"]
+        if bad.sequence is not None and bad.sequence.slot in batch.layers[3].rows and len(bad.new) == 3:
             raise RuntimeError("no memory")
 
     handles = [

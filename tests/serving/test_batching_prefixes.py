@@ -15,6 +15,7 @@ from many_requests import (
     answered,
     check_empty,
     check_unused,
+    feed,
     greedy,
     make,
     model,
@@ -25,7 +26,6 @@ from many_requests import (
 
 import tiny
 from kimi_k3.serving import batching
-from kimi_k3.serving.batch import Batch, next_logits
 from kimi_k3.serving.batching import BatchEngine
 from kimi_k3.serving.pool import StatePool
 from waiting import PATIENCE, until
@@ -37,15 +37,15 @@ STATE_BYTES = 3 * (5 * 8 * 8 + 3 * 3 * 40) * 8
 @contextlib.contextmanager
 def seen():
     """The logits of every choice, by what chooses."""
-    found, choose = {}, batching.choose
+    found, ask = {}, batching.ask
 
     def chosen(logits, samplers):
         for row, sampler in zip(logits, samplers, strict=True):
             found.setdefault(id(sampler), []).append(row)
-        return choose(logits, samplers)
+        return ask(logits, samplers)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batching, "choose", chosen)
+        patch.setattr(batching, "ask", chosen)
         yield found
 
 
@@ -56,7 +56,7 @@ def check_bits(request, logits, net):
     assert request.turn.exact and request.turn.splits[-1] == len(tokens) - 1
     pool.grow(sequence, len(tokens))
     for start, end in pairwise([0, *request.turn.splits]):
-        rows[end] = next_logits(net, [tokens[start:end]], Batch(pool, [sequence], [end - start]))[0]
+        rows[end] = feed(net, pool, [sequence], [tokens[start:end]])[0]
     for i, row in enumerate(logits[id(request.sampler)]):
         assert torch.equal(row, rows[len(request.prompt) + i]), i
 
@@ -331,9 +331,10 @@ def test_a_forward_that_fails_keeps_nothing_of_it(monkeypatch):
         calls.append(args)
         if len(calls) in (3, 4):  # both together, then the first of them alone
             raise RuntimeError("no memory")
-        return next_logits(*args)
+        return forward(*args)
 
-    monkeypatch.setattr(batching, "next_logits", fails)
+    forward = BatchEngine._logits
+    monkeypatch.setattr(BatchEngine, "_logits", fails)
     run(engine)
     assert str(requests[0].error) == "no memory" and requests[1].new == alone(tuple(requests[1].prompt), 3)
     check_unused(engine, cache)

@@ -38,7 +38,7 @@ class Process:
     def _serve(self, folder, told, before_a_step):
         for number in (1, 2):
             os.dup2(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        forward = batching.next_logits
+        forward = batching.BatchEngine._logits
 
         @functools.wraps(forward)
         def step(*args, **options):
@@ -46,7 +46,7 @@ class Process:
             before_a_step()
             return forward(*args, **options)
 
-        batching.next_logits = step
+        batching.BatchEngine._logits = step
         server.Limits = functools.partial(server.Limits, stop_seconds=0.5)
         stopping.ANSWERS = engine.LAST_STEP = 0.5
         command = ["serve", str(folder / "model"), "--port", str(self.port), "--device", "cpu"]
