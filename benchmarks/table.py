@@ -29,6 +29,13 @@ Forward, backward and AdamW on one row; tokens a second, and the most memory of 
 |---|---|---|---|---|---|---|---|---|
 """
 
+VALUES = """
+## What is no time
+
+| case | value | machine | date |
+|---|---|---|---|
+"""
+
 
 def gigabytes(case):
     if "ours_extra_bytes" not in case:
@@ -61,6 +68,10 @@ def training_row(case):
     )
 
 
+def value_row(case):
+    return f"| {case['case']} | {case['value']} {case['unit']} | {case['gpu'] or 'CPU'} | {case['date']} |\n"
+
+
 def main():
     newest = {}
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
@@ -73,6 +84,8 @@ def main():
     text = HEAD + "".join(row(case) for case in timed)
     if training:
         text += TRAINING + "".join(map(training_row, training))
+    if values := [case for case in newest.values() if "value" in case]:
+        text += VALUES + "".join(map(value_row, values))
     text += "\n## Commands\n\n" + commands
     (ROOT / "docs" / "performance.md").write_text(text)
 
