@@ -71,8 +71,8 @@ class BatchEngine:
         tokens: of all running requests together at most; without either, 65,536.
         step_tokens: fed in one step at most, so that long prompts do not hold up the others; None for 8,192 on a GPU,
             which fewer leave waiting for the host, and 2,048 elsewhere.
-        chunk: of a prompt, fed in one step at most; None for half of `step_tokens`. With `batch_invariant` chunks end at its multiples, and the last
-            one of a step may exceed `step_tokens`.
+        chunk: of a prompt, fed in one step at most; None for half of `step_tokens`. With `batch_invariant` chunks end
+            at its multiples, and the last one of a step may exceed `step_tokens`.
         host_bytes: of requests that gave way, in host memory.
         waiting: requests that may wait for memory at once; None for any number.
         batch_invariant: no bit of a request's logits depends on the others: every forward has one request, split in
