@@ -203,6 +203,7 @@ def main():
     parser.add_argument("--step-tokens", type=int, default=8192, help="fed in one step at most")
     parser.add_argument("--prompts", type=int, nargs=2, default=(200, 4000), help="tokens, from and to")
     parser.add_argument("--answers", type=int, nargs=2, default=(64, 512), help="tokens, from and to")
+    parser.add_argument("--cut-prefills", action="store_true", help="captured prefills too")
     parser.add_argument("--no-peer", action="store_true", help="time this package alone")
     parser.add_argument("--every", type=int, default=4, help="time one request in so many alone; 0: none")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -220,11 +221,13 @@ def main():
     answers = [draw.randint(*options.answers) for _ in prompts]
     facts = host_facts(gpu)
     case = f"{name}, {options.requests} requests, {options.running} at a time"
+    case += ", cut prefills" if options.cut_prefills else ""
 
     def tell(words: str, value: float, unit: str) -> None:
         write(options.out, {"case": f"{case}: {words}", "value": value, "unit": unit, **facts})
 
     engine = engine_of(model, prompts, answers, options.running, options.step_tokens)
+    engine._forwards.cuts_prefills = options.cut_prefills
     many(engine, prompts, answers)  # compiles, and captures every size
     engine.steps = engine.dry_steps = 0
     taken = many(engine, prompts, answers)

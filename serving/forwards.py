@@ -18,6 +18,7 @@ are compiled, the second is captured. What cannot be captured runs as it is, and
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ from .sent import sent
 
 logger = logging.getLogger(__name__)
 
+MOST_SIZES = 128  # of which graphs are kept; the oldest gives way
 _HEAD = 3  # columns of a step before the pages
 UNKNOWN = -1  # a token that the host does not know yet
 
@@ -84,12 +86,31 @@ class _Prefill:
         return prefill_logits(self.model, ids, offsets[1:] - 1, batch, scored)
 
 
+def _captured(forward: _Step, table: torch.Tensor) -> graph_kimi_k3.Graph:
+    return graph_kimi_k3.Graph(forward, {"table": table})
+
+
+class _Memory:
+    """What the graphs of all sizes use in turn: one replays at a time, and its results are read before the next."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def buffer(self, name: str, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Made inside of a capture, a larger one when it is too small."""
+        size, key = math.prod(shape), (name, like.dtype)
+        if key not in self._buffers or self._buffers[key].numel() < size:
+            self._buffers[key] = like.new_empty(size)
+        return self._buffers[key][:size].view(shape)
+
+
 class _CutGraph:
     """A prefill in graphs, with the attention of MLA layers between them. `outputs` are the logits."""
 
-    def __init__(self, forward: _Prefill, table: torch.Tensor):
-        self._memory = torch.cuda.graph_pool_handle()
-        self._cuts: list[tuple[torch.cuda.CUDAGraph, Any, torch.Tensor, torch.Tensor, torch.Tensor, dict]] = []
+    def __init__(self, forward: _Prefill, table: torch.Tensor, memory: _Memory):
+        self._memory = memory
+        self._cuts: list[tuple[torch.cuda.CUDAGraph, Any, torch.Tensor, torch.Tensor, dict[str, Any]]] = []
         stream = torch.cuda.Stream(forward.device)
         with graph_kimi_k3.alone, torch.cuda.device(forward.device):
             torch.cuda.synchronize()
@@ -102,23 +123,25 @@ class _CutGraph:
                         self._graph.capture_end()
                     raise
                 self._graph.capture_end()
-            torch.cuda.synchronize()
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        self._graph.capture_begin(pool=self._memory.handle, capture_error_mode="thread_local")
 
     def _cut(self, module: Any, query: torch.Tensor, latents: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        batch, heads, length, _ = query.shape
+        read = self._memory.buffer("query", query, query.shape)
+        read.copy_(query)
+        out = self._memory.buffer("out", query, (batch, length, heads, module.v_dim))
         self._graph.capture_end()
-        out = query.new_zeros(1, query.shape[2], query.shape[1], module.v_dim)
-        self._cuts.append((self._graph, module, query, latents, out, kwargs))
+        self._cuts.append((self._graph, module, read, out, kwargs))
         self._begin()
         return out
 
     def replay(self, attend: Callable[..., torch.Tensor]) -> None:
-        for graph, module, query, latents, out, kwargs in self._cuts:
+        for graph, module, query, out, kwargs in self._cuts:
             graph.replay()
-            out.copy_(attend(module, query, latents, **kwargs))
+            out.copy_(attend(module, query, query, **kwargs))  # of the latents the dtype is read alone
         self._graph.replay()
 
 
@@ -141,7 +164,13 @@ class _Size:
 
 
 class Forwards:
-    """All forwards of a model on its pool."""
+    """All forwards of a model on its pool.
+
+    Attributes:
+        cuts_prefills: prefills are captured too. Off: no GPU has compared their texts yet.
+    """
+
+    cuts_prefills = False
 
     def __init__(self, model: Any, pool: StatePool):
         self.model, self.pool = model, pool
@@ -149,6 +178,7 @@ class Forwards:
         self._computation: Any = None
         self._refused = True  # until `examine` allows it
         self._reasons: set[str] = set()
+        self._memory: _Memory | None = None  # of prefills
 
     def examine(self) -> None:
         """See what the model computes now: to be called before the first forward, and whenever the model may have
@@ -184,9 +214,8 @@ class Forwards:
         ]
         table = torch.tensor(filled + [spare] * (rows - len(filled)), dtype=torch.int32)
         forward = _Step(self.model, self.pool)
-        logits = self._run(
-            table, (rows, pages), forward, lambda table: graph_kimi_k3.Graph(forward, {"table": table}), {}
-        )
+        capture = functools.partial(_captured, forward)
+        logits = self._run(table, (rows, pages), forward, capture, {})
         for sequence in sequences:
             sequence.length += 1
         return logits[: len(sequences)]
@@ -209,12 +238,16 @@ class Forwards:
         starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
         told = [(asked, start) for asked, start in zip(scored, starts, strict=False) if asked is not None]
         attend = functools.partial(attend_parts, self.pool, parts)
-        table, size = self._prefill_table(sequences, tokens, starts, is_exact=self._refused or bool(told))
+        is_exact = self._refused or bool(told) or not self.cuts_prefills
+        table, size = self._prefill_table(sequences, tokens, starts, is_exact)
         forward = _Prefill(self.model, self.pool, *size)
-        if told:
+        if is_exact:
             logits = forward(sent(table, self.pool.device), attend, told)
         else:
-            logits = self._run(table, size, forward, functools.partial(_CutGraph, forward), {"attend": attend})
+            if self._memory is None:
+                self._memory = _Memory()
+            capture = functools.partial(_CutGraph, forward, memory=self._memory)
+            logits = self._run(table, size, forward, capture, {"attend": attend})
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.length += count
         return logits[: len(sequences)]
@@ -255,6 +288,8 @@ class Forwards:
         key = (isinstance(forward, _Step), *size)
         kept = self._sizes.get(key)
         if kept is None:
+            if len(self._sizes) == MOST_SIZES:
+                del self._sizes[next(iter(self._sizes))]
             kept = self._sizes[key] = _Size(table, self.pool.device)
         kept.fill(table)
         if not kept.is_warm:

@@ -29,9 +29,9 @@ def graphs(monkeypatch):
     made = []
 
     class StandIn:
-        def __init__(self, forward, inputs):
+        def __init__(self, forward, inputs, memory=None):
             self.forward, self.outputs, self.replays = forward, None, 0
-            self.table = inputs["table"] if isinstance(inputs, dict) else inputs
+            self.table = inputs["table"] if memory is None else inputs
             made.append(self)
 
         def replay(self, **arguments):
@@ -41,6 +41,8 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(graph_kimi_k3, "Graph", StandIn)
     monkeypatch.setattr(forwards, "_CutGraph", StandIn)
+    monkeypatch.setattr(forwards, "_Memory", object)
+    monkeypatch.setattr(forwards.Forwards, "cuts_prefills", True)
     monkeypatch.setattr(pool_module, "has_graphs", lambda device: True)
     return made
 
@@ -211,10 +213,12 @@ def test_what_is_kept_of_texts_by_a_host_that_is_ahead(graphs, batch_invariant):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures need a GPU")
-def test_texts_of_graphs_on_a_gpu():
+@pytest.mark.parametrize("cuts_prefills", [False, True])
+def test_texts_of_graphs_on_a_gpu(cuts_prefills):
     """In float32, with pages that the kernels read."""
     net = tiny.model("kmkkm", **tiny.NO_SPECIAL).to("cuda")
     engine = BatchEngine(net, sequences=12, tokens=90 * 64)
+    engine._forwards.cuts_prefills = cuts_prefills
     asked = [greedy(text(3 + 13 * i % 71, i), 60 + 3 * i) for i in range(24)]
     for request in asked:
         engine.submit(request)
