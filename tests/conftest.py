@@ -1,5 +1,6 @@
 """Shared fixtures."""
 
+import importlib.util
 import json
 import os
 import re
@@ -13,6 +14,10 @@ from which_tests import QUICK
 # Read when a kernel is defined: without a GPU, the Triton kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+    from interpreter import patch_once_a_launch
+
+    patch_once_a_launch()
 
 
 @pytest.hookimpl(tryfirst=True)
