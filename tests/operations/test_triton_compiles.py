@@ -134,12 +134,16 @@ for BM, PARTS, PACKED, STORED in (
         OPTIONS = dict(EXPERTS, BM=BM, PARTS=PARTS, BN=BN, BK=BK, BW=BK, STAGES=STEPS)
         FLOATS = dict(beta="fp32", weight="*fp32" if STORED == torch.float32 else "*bf16")
         CASES.append((KERNELS[DOWN], WARPS, OPTIONS, BYTES if PACKED else FLOATS))
-# Every case for sm_90; for the others every kernel, in another of its cases for each of them.
+# Every case for sm_90; for the others every kernel whose tiles depend on the GPU's memory, in another of its cases for
+# each of them, and of the rest either one or the other.
 OF_KERNEL = {}
 for case in CASES:
     OF_KERNEL.setdefault(id(case[0]), []).append(case)
+TILED = (mla_decode_triton.decode_kernel, experts_triton.gate_up_kernel, experts_triton.down_kernel,
+         experts_triton.packed_gate_up_kernel, experts_triton.packed_down_kernel)
 if architecture != "90":
-    CASES = [cases[(number + (backend == "hip")) % len(cases)] for number, cases in enumerate(OF_KERNEL.values())]
+    CASES = [cases[(number + (backend == "hip")) % len(cases)] for number, cases in enumerate(OF_KERNEL.values())
+             if cases[0][0] in TILED or number % 2 == (backend == "hip")]
 # At full size these take five to ten seconds, and a third of the shared memory that there is: once is enough.
 SLOW = kda_chunk_triton.prepare_kernel, kda_backward_triton.chunk_backward_kernel
 SMALL = dict(K=64, V=64, BK=64, BV=64)
@@ -177,7 +181,7 @@ for case in CASES:
 def test_every_kernel_compiles():
     """Fault 26: no kernel calls what this Triton does not know; CI runs the newest, a GPU machine its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    targets = {"cuda-80-32": 32, "cuda-90-32": 50, "hip-gfx942-64": 32}
+    targets = {"cuda-80-32": 19, "cuda-90-32": 50, "hip-gfx942-64": 18}
     done = subprocess.run(
         [sys.executable, "-P", "-c", COMPILE, *targets], env=environment, capture_output=True, text=True
     )
