@@ -75,7 +75,7 @@ def test_every_activation(activation, packed, dtype, bound):
 @pytest.mark.parametrize("packed", [False, True], ids=["float", "mxfp4"])
 @pytest.mark.parametrize(
     "case",
-    [(1, 8, 4, None), (70, 4, 2, None), (40, 16, 2, [3, 9]), (17, 2, 2, None), (300, 3, 1, [1]), (90, 1, 1, None)],
+    [(1, 8, 4, None), (70, 4, 2, None), (40, 16, 2, [3, 9]), (17, 2, 2, None), (200, 3, 1, [1]), (90, 1, 1, None)],
     ids=["one-token", "many-a-expert", "two-experts-hit", "all-hit", "one-expert", "a-tile-of-three-parts"],
 )
 @torch.no_grad()
@@ -90,7 +90,7 @@ def test_ragged_groups(case, packed):
 
 @triton.jit
 def decode_all(packed, scale, out, DT: tl.constexpr, PTX: tl.constexpr):
-    row, w = tl.program_id(0), tl.arange(0, 16)[None, :]
+    row, w = tl.program_id(0) * 32 + tl.arange(0, 32)[:, None], tl.arange(0, 16)[None, :]
     word = tl.load(packed + row * 4 + w, mask=w < 4, other=0)
     n0, n4, n1, n5, n2, n6, n3, n7 = decode_words(word, powers(tl.load(scale + row + 0 * w), DT, PTX), DT, PTX)
     out += row * 32 + 8 * w
@@ -112,7 +112,7 @@ def test_every_code_and_every_scale_byte(dtype):
     packed = (codes[0::2] | (codes[1::2] << 4)).repeat(256, 1)
     expected = mxfp4.dequantize_mxfp4(packed, scale[:, None], getattr(torch, dtype)).float()
     got = torch.empty(256, 32, device=DEVICE)
-    decode_all[(256,)](packed.view(torch.int32).to(DEVICE), scale.to(DEVICE), got, getattr(tl, dtype), ON_GPU)
+    decode_all[(8,)](packed.view(torch.int32).to(DEVICE), scale.to(DEVICE), got, getattr(tl, dtype), ON_GPU)
     assert torch.equal(got.cpu()[:255], expected[:255])
     assert got[255].isnan().all()
 

@@ -155,7 +155,7 @@ def assert_matches_oracle(inputs, options, bound, gradients=True):
 @pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
 def test_all_gates_forward_and_backward(gate, dtype, bound):
     """Faults 9-12: exact at every decay, bounded or not."""
-    inputs, options = make_inputs(70, gate=gate, dtype=dtype)
+    inputs, options = make_inputs(70, heads=1, gate=gate, dtype=dtype)
     assert_matches_oracle(inputs, options, bound)
 
 
@@ -236,7 +236,7 @@ def test_no_bit_of_an_earlier_result_depends_on_a_later_token():
 
 def test_unwritten_memory_is_never_read_and_two_runs_are_equal(monkeypatch):
     """Every allocation starts as NaN; results are finite and the same bit for bit."""
-    lengths = [1, 40, 0, 33]
+    lengths = [1, 40, 0]
     inputs, options = make_inputs(sum(lengths), heads=2, key_size=24, value_size=48, lengths=lengths)
     plain_empty, plain_empty_like = torch.empty, torch.empty_like
 
@@ -248,7 +248,7 @@ def test_unwritten_memory_is_never_read_and_two_runs_are_equal(monkeypatch):
         return wrapped
 
     results = []
-    for poison in (False, True, True):
+    for poison in (False, True):
         if poison:
             monkeypatch.setattr(torch, "empty", poisoned(plain_empty))
             monkeypatch.setattr(torch, "empty_like", poisoned(plain_empty_like))
@@ -257,19 +257,19 @@ def test_unwritten_memory_is_never_read_and_two_runs_are_equal(monkeypatch):
         grads = torch.autograd.grad([out.sum() + state.square().sum()], list(leaves.values()))
         results.append([out, state, *grads])
     assert all(x.isfinite().all() for x in results[1])
-    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("segments", [2, 3])
-def test_a_sequence_cut_into_segments_gives_the_same(segments):
+def test_a_sequence_cut_into_segments_gives_the_same():
+    """Of five chunks four segments are three: of two, two and one."""
     from kimi_k3.kernels import kda_chunk_triton
 
-    inputs, options = make_inputs(140, batch=2, key_size=16, value_size=48)
+    inputs, options = make_inputs(140, heads=1, batch=2, key_size=16, value_size=48)
     x = bundled(inputs, **options)
     tokens = kda.KDAInputs(*(x[name] for name in kda.KDAInputs._fields))
     arguments = tokens, x["parameters"], x["initial_state"], None
     whole = kda_chunk_triton.forward(*arguments, segments=1)
-    parts = kda_chunk_triton.forward(*arguments, segments=segments)
+    parts = kda_chunk_triton.forward(*arguments, segments=4)
     assert rms_ratio(parts[0], whole[0].double()) < 1e-5
     assert rms_ratio(parts[1], whole[1].double()) < 1e-5
 
@@ -329,8 +329,7 @@ def test_views_of_one_wide_projection_and_a_bfloat16_state():
     assert rms_ratio(final, oracle({**inputs, "initial_state": state}, **options)[1]) < 5e-3
 
 
-@pytest.mark.parametrize("alike", [True, False])
-@pytest.mark.parametrize("with_tail", [False, True])
+@pytest.mark.parametrize(("with_tail", "alike"), [(True, True), (False, True), (True, False)])
 def test_several_convolutions_are_one_after_the_other(with_tail, alike):
     """Outputs, gradients and tails of three inputs, in one launch or not, bit for bit; unwanted tails are not made."""
     torch.manual_seed(0)
@@ -409,7 +408,7 @@ def double(value):
     return tuple(map(double, value)) if isinstance(value, tuple) else value.double()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 6])
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("lower_bound", [-5.0, None])
 @pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
 def test_fused_step(tokens, lower_bound, dtype, bound, monkeypatch):
@@ -425,9 +424,8 @@ def test_fused_step(tokens, lower_bound, dtype, bound, monkeypatch):
     assert rms_ratio(state, expected[2]) < bound
 
 
-@pytest.mark.parametrize("lower_bound", [-5.0, None])
-@pytest.mark.parametrize(("heads", "key_size", "value_size", "state_dtype"), [
-    (6, 32, 128, torch.float32), (1, 64, 32, torch.float32), (4, 128, 64, torch.bfloat16),
+@pytest.mark.parametrize(("heads", "key_size", "value_size", "state_dtype", "lower_bound"), [
+    (6, 32, 128, torch.float32, -5.0), (1, 64, 32, torch.float32, None), (4, 128, 64, torch.bfloat16, -5.0),
 ])  # fmt: skip
 @pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
 def test_fused_step_of_many(lower_bound, heads, key_size, value_size, state_dtype, dtype, bound, monkeypatch):
@@ -521,12 +519,12 @@ def test_which_kernels_take_a_step(monkeypatch):
 
 def test_fused_step_in_place_and_token_by_token():
     """Several tokens at once (a draft) are the same as one after the other, in place, bit for bit."""
-    inputs = step_inputs(5, torch.float32)
+    inputs = step_inputs(3, torch.float32)
     options = {"lower_bound": -5.0, "norm_eps": 1e-5}
     out, tails, state = kda_step.kda_step(**bundled(inputs, **options))
     addresses = [x.data_ptr() for x in (*inputs["tails"], inputs["state"])]
     outputs = []
-    for t in range(5):
+    for t in range(3):
         part = {n: inputs[n][:, t : t + 1] for n in ("q", "k", "v", "g", "beta", "gate")}
         one, *held = kda_step.kda_step(**bundled({**inputs, **part}, **options), in_place=True)
         outputs.append(one)
@@ -537,7 +535,7 @@ def test_fused_step_in_place_and_token_by_token():
 
 
 def test_fused_step_with_a_bfloat16_state():
-    inputs = step_inputs(3, torch.float32, state_dtype=torch.bfloat16)
+    inputs = step_inputs(1, torch.float32, state_dtype=torch.bfloat16)
     options = {"lower_bound": -5.0, "norm_eps": 1e-5}
     _, _, state = kda_step.kda_step(**bundled(inputs, **options))
     _, _, expected = kda_step.kda_step(**bundled({**inputs, "state": inputs["state"].float()}, **options))
