@@ -233,6 +233,19 @@ def drawn(files, count: int, seed: int):
     return found, len(sites)
 
 
+class OneCaseFirst:
+    """Of each file one case of every test before the others: where the first fails, the rest need not run."""
+
+    @staticmethod
+    def pytest_collection_modifyitems(items):
+        files, tests, places = {}, set(), []
+        for item in items:
+            test = item.nodeid.partition("[")[0]
+            places.append((files.setdefault(item.path, len(files)), test in tests))
+            tests.add(test)
+        items[:] = [items[i] for i in sorted(range(len(items)), key=places.__getitem__)]
+
+
 def failures(tree: Path, tests, *options: str) -> list[str]:
     """Those of `tests`, as pytest names them in the folder of tests, that fail with the tree as it is.
 
@@ -248,7 +261,8 @@ def failures(tree: Path, tests, *options: str) -> list[str]:
             os.environ["PYTHONPATH"] = str(tree.parent)
             sys.path.insert(0, str(tree.parent))
             os.chdir(tree / "tests")
-            os._exit(pytest.main(["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *options, *tests]))
+            quiet = "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"
+            os._exit(pytest.main([*quiet, *options, *tests], plugins=[OneCaseFirst()]))
         _, status = os.waitpid(child, 0)
         output.seek(0)
         found = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", output.read(), re.M)
