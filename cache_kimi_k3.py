@@ -279,11 +279,15 @@ class HybridCache(Cache):
         if self.real is not None:
             self._replace_real(self.real.repeat_interleave(repeats, dim=0))
 
-    def to(self, device: torch.device | str) -> "HybridCache":
-        """Move every layer, in place. (A model on several devices fills each layer on that layer's device.)"""
-        for layer in self.layers:
-            layer.to(device)
-        self.real = None if self.real is None else self.real.to(device)
+    def to(self, device: torch.device | str | None) -> "HybridCache":
+        """Move every layer, in place; None moves nothing, as of a tensor: hooks of accelerate that have no device.
+
+        (A model on several devices fills each layer on that layer's device.)
+        """
+        if device is not None:
+            for layer in self.layers:
+                layer.to(device)
+            self.real = None if self.real is None else self.real.to(device)
         return self
 
     def save(self, path: str | os.PathLike, model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ import copy
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import attach_align_device_hook_on_blocks
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -202,3 +203,18 @@ def test_offloaded_generation_gives_the_same_text(model, how):
     output = model.generate(ids, cache_implementation="offloaded", return_dict_in_generate=True, **settings, **how)
     assert all(layer.offloaded for layer in output.past_key_values.layers)
     assert torch.equal(output.sequences, model.generate(ids, **settings, **how))
+
+
+@pytest.mark.parametrize("places", ["cpu", "disk"])
+def test_weights_that_accelerate_offloads(places, model, tmp_path):
+    """Its hooks of modules without weights have no device, and move every argument there, the cache too."""
+    ids = tokens(1, 12)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, **options)
+    offloaded = copy.deepcopy(model)
+    if places == "cpu":
+        cpu_offload(offloaded, "cpu")
+    else:
+        disk_offload(offloaded, tmp_path, "cpu")
+    assert all(parameter.is_meta for parameter in offloaded.parameters())
+    assert torch.equal(offloaded.generate(ids, **options), expected)
