@@ -554,11 +554,11 @@ def check_tensors(
 def check_saves(model: Any) -> None:
     """Refuse to save a model that a folder would not bring back, because it or its configuration was changed.
 
-    Of parameters that the configuration has no place for, only those inside the layers count: others were added by
-    somebody who knows of them.
+    Of tensors that the configuration has no place for, only those inside the layers and of modules that it describes
+    count: others were added by somebody who knows of them.
 
     Raises:
-        ValueError: names the field or the parameter.
+        ValueError: names the field or the tensor.
     """
     try:
         config = type(model.config).from_dict(model.config.to_dict())
@@ -566,27 +566,41 @@ def check_saves(model: Any) -> None:
         raise ValueError(f"the configuration was changed, and the folder would not load: {error}") from error
     try:
         with torch.device("meta"):
-            described = dict(type(model)(config).named_parameters())
+            described = dict(_saved_tensors(type(model)(config)))
     except TypeError:  # a class of a user's that takes more than a configuration: nobody else can make it
         return
-    parameters = dict(model.named_parameters())
+    tensors, modules = dict(_saved_tensors(model)), {name.rpartition(".")[0] for name in described}
     is_cut = bool(getattr(model, "_tp_size", None))  # experts of one process have its share of the sizes
-    for name, parameter in parameters.items():
-        if name not in described and plain_name(name).startswith("layers."):
+    for name, tensor in tensors.items():
+        if type(tensor).__name__ not in ("Parameter", "Tensor", "DTensor"):
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__}, which cannot be written here: load the model with a "
+                "quantization_config, which knows how"
+            )
+        if name not in described and (plain_name(name).startswith("layers.") or name.rpartition(".")[0] in modules):
             raise ValueError(
                 f"the model has {name}, which its configuration has no place for, so the folder would not load: change "
                 "the configuration as well"
             )
-        if name in described and parameter.shape != described[name].shape and not is_cut:
+        if name in described and tensor.shape != described[name].shape and not is_cut:
             raise ValueError(
-                f"{name} has shape {list(parameter.shape)}, its configuration asks for {list(described[name].shape)}, "
+                f"{name} has shape {list(tensor.shape)}, its configuration asks for {list(described[name].shape)}, "
                 "so the folder would not load: change the configuration as well"
             )
-    if missing := next((name for name in described if name not in parameters), None):
+    if missing := next((name for name in described if name not in tensors), None):
         raise ValueError(
             f"the model lacks {missing}, which its configuration asks for, so the folder would not load: change the "
             "configuration as well"
         )
+
+
+def _saved_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters of a model, one of those that are tied, and the buffers that are saved."""
+    yield from model.named_parameters()
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{module_name}.{name}", buffer
 
 
 def apply_renamings(name: str, renamings: list[WeightRenaming]) -> str:

@@ -101,6 +101,24 @@ def test_fewer_layers_save_to_a_folder_that_loads(tmp_path):
     assert not any(info.values()) and torch.equal(logits(again), logits(model))
 
 
+class Quantised(torch.Tensor):
+    """As some tool leaves it in the place of a weight."""
+
+
+def other_head(model):
+    model.lm_head = nn.Linear(56, 71, bias=True)
+
+
+def quantise(model):
+    weight = torch.Tensor._make_subclass(Quantised, model.lm_head.weight.detach())
+    model.lm_head.weight = nn.Parameter(weight)
+
+
+def shorter_bias(model):
+    gate = model.model.layers[1].block_sparse_moe.gate
+    gate.e_score_correction_bias = gate.e_score_correction_bias[:-1]
+
+
 UNSAVABLE = {
     "lists": (lambda m: fewer_layers(m, (0, 1)), "would not load: kda_layers and full_attn_layers"),
     "kinds": (
@@ -114,6 +132,9 @@ UNSAVABLE = {
     ),
     "a size": (lambda m: setattr(m.config, "vocab_size", 80), r"has shape \[71, 56\], its configuration asks for \[80"),
     "experts": (lambda m: setattr(m.config, "num_experts", 8), r"asks for \[8, "),
+    "a buffer": (shorter_bias, r"gate\.e_score_correction_bias has shape \[8\], its configuration asks for \[9\]"),
+    "a bias": (other_head, r"the model has lm_head\.bias, which its configuration has no place for"),
+    "another tensor": (quantise, r"lm_head\.weight is a Quantised, which cannot be written here"),
 }
 
 
