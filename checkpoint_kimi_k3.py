@@ -219,7 +219,7 @@ def released_tensors(model: PreTrainedModel) -> dict[str, tuple[str, tuple[int, 
     # `empty` and not `to`: a tensor that several processes share counts with its whole shape
     tensors = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in model.state_dict().items()}
     tensors = revert_weight_conversion(model, tensors)
-    return {name: (_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+    return {name: (_NAMES.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in tensors.items()}
 
 
 def why_no_checkpoint(folder: Path) -> str:
@@ -620,7 +620,7 @@ def _expected(model: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     expected = {}
     for name, tensor in model.state_dict().items():
         if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-            expected[name] = (_NAMES[tensor.dtype], tuple(tensor.shape))
+            expected[name] = (_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
             continue
         prefix, fused = name.rsplit(".", 1)
         experts, rows, columns = tensor.shape
@@ -719,8 +719,11 @@ def load_checked(
         tensors = ((name, *entry) for name, entry in read_headers(files).items())
     found = plain_tensors(model, tensors, renamings)
     lacking = Lacking(model, wishes.new_tensors, place, index)
-    if quantizer is None:  # else names, shapes and dtypes are its own; what is missing shows after loading
+    if quantizer is None:
         check_headers(model, found, lacking, load_config.ignore_mismatched_sizes)
+    else:  # names, shapes and dtypes are its own but for the experts'; of others, what is missing shows after loading
+        expected = {plain_name(name): name for name in _expected(model) if _EXPERT_NUMBER.search(name)}
+        lacking.refuse([name for plain, name in expected.items() if plain not in found], set(found))
     in_memory = any(_FUSED_NAME.match(plain_name(name)) for name, *_ in found.values())
     if state_dict is None and not in_memory:
         a_log_shape = next((entry[2] for plain, entry in found.items() if plain.endswith(".self_attn.A_log")), None)
@@ -731,7 +734,10 @@ def load_checked(
     result = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     for name, report in result[0].conversion_errors.items():
         if quantizer is not None:
-            raise ValueError(f"{name} cannot be read as its quantizer stored it: load it with the class that saved it")
+            raise ValueError(
+                f"{name} cannot be read as its quantizer stored it: get the folder again, or load it with the class "
+                "that saved it"
+            )
         # A traceback, the sentence, and one more line. transformers would log it and raise without naming the tensor.
         raise ValueError(f"{name} cannot be converted: {report.splitlines()[-2:][0]}")
     lacking.refuse(sorted(result[0].missing_keys), set(found))

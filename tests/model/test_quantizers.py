@@ -1,10 +1,12 @@
 """Quantizers of transformers beside our packed experts: each keeps its own section, and a saved folder loads again."""
 
 import importlib.util
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 import tiny
@@ -149,3 +151,24 @@ def test_a_quantised_model_runs_saves_and_loads(name, section, error, saves, sav
         assert (logits(again) - expected).square().mean().sqrt() < 1e-3 * spread
     packed = [each for each in load_file(tmp_path / "model.safetensors") if each.endswith(".0.w1.weight_packed")]
     assert bool(packed) == (name != "float")
+
+
+@pytest.mark.parametrize(
+    "section", [pytest.param(bits8, marks=needs("bitsandbytes")), pytest.param(int8_weights, marks=needs("torchao"))]
+)
+@pytest.mark.parametrize("name", ["float", "packed"])
+@pytest.mark.parametrize("lost", ["experts.3.w2.weight", "model.norm.weight"])
+def test_a_missing_tensor_is_named_under_a_quantizer(lost, name, section, saved, tmp_path):
+    """While a folder is quantised, and in one that was; the names of experts and norms are ours in both."""
+    options = {"quantization_config": section(), "dtype": torch.float32}
+    AutoModelForCausalLM.from_pretrained(saved[name], **options).save_pretrained(tmp_path / "quantised")
+    for folder, load in ((saved[name], options), (tmp_path / "quantised", {"dtype": torch.float32})):
+        shutil.copytree(folder, tmp_path / "damaged", dirs_exist_ok=True)
+        file = tmp_path / "damaged" / "model.safetensors"
+        tensors = load_file(file)
+        del tensors[next(each for each in tensors if lost in each)]
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
+        save_file(tensors, file, metadata)
+        with pytest.raises(ValueError, match=rf"damaged/model\.safetensors lacks .*{lost}"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "damaged", **load)
