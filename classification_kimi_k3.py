@@ -42,6 +42,8 @@ class _Classifier(KimiK3PreTrainedModel):
         self.num_labels = config.num_labels
         self.model = KimiK3Model(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels or 0, bias=bias)
+        # Last of all: quantizers leave the module alone to which the last parameter belongs, if that is its weight.
+        self.score.register_parameter("weight", self.score._parameters.pop("weight"))
 
 
 # transformers' own mixins bring the forward; their constructors would take the backbone from the Auto classes, which

@@ -12,6 +12,7 @@ from transformers import (
     AutoTokenizer,
     pipeline,
 )
+from transformers.quantizers.base import get_keys_to_not_convert
 
 import kimi_k3
 import tiny
@@ -108,3 +109,9 @@ def test_a_multimodal_checkpoint_with_packed_experts(data_dir, ids, tmp_path):
     assert type(again) is KimiK3ForSequenceClassification and again.config.id2label == model.config.id2label
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(("auto", "kind"), CLASSES, ids=["sequence", "token"])
+def test_quantizers_leave_the_head_alone(auto, kind):
+    """They would quantise random values, and keep the module whose weight is the last parameter."""
+    assert "score" in get_keys_to_not_convert(kind(tiny.config("km")))
