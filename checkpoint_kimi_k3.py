@@ -668,6 +668,11 @@ def load_adapter_tensors(
     # 5.17 does not know what stands in the place of modules that are saved whole, and of tokens that are trained
     known = [entry.source_patterns for entry in mapping]
     adapter = next(reversed(model.peft_config))
+    if getattr(model.peft_config[adapter], "alora_invocation_tokens", None):
+        raise ValueError(
+            "transformers does not look for the invocation tokens of an activated LoRA, so it would never act: load it "
+            "with PeftModel.from_pretrained"
+        )
     if getattr(model.peft_config[adapter], "peft_type", None) == "ADALORA" and model.peft_config[adapter].rank_pattern:
         raise ValueError(
             "transformers gives each part of an AdaLoRA adapter the rank that it began with, and training took some of "

@@ -12,7 +12,10 @@ target gets the layer here; a parameter that is named in `target_parameters` get
 """
 
 import contextlib
+import copy
 import functools
+import inspect
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +29,7 @@ try:  # transformers' check of a folder's code passes over the imports of a `try
     import peft
     from peft.tuners.adalora import AdaLoraLayer, AdaLoraModel
     from peft.tuners.lora import LoraConfig, LoraLayer, LoraModel
-    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge, onload_layer
     from peft.utils import get_peft_model_state_dict, hotswap
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("adapters need peft: pip install 'kimi-k3[train]'", name=error.name) from error
@@ -172,10 +175,7 @@ class LoraExperts(nn.Module, LoraLayer):
         names = [name for name in names if name in self.lora_gate_up_A]
         if not names:
             return
-        if safe_merge or self.packed:  # before anything is changed
-            for weight, expert, update in self._updates(names):
-                if not torch.isfinite(update).all():
-                    raise ValueError(f"the update of {weight} of expert {expert} by {names} is not finite")
+        self._refuse_merge(names, safe_merge)
         base = self.get_base_layer()
         if undoable and self._unmerged is None:
             self._unmerged = {key: value.clone() for key, value in base.state_dict().items()}
@@ -188,6 +188,18 @@ class LoraExperts(nn.Module, LoraLayer):
             for part, value in zip(parts, merged, strict=True):
                 part.copy_(value)
         self.merged_adapters.extend(names)
+
+    def rehearse_merge(self, safe_merge: bool, adapter_names: list[str] | None) -> None:
+        """Raise what `merge` would, with nothing changed."""
+        names = check_adapters_to_merge(self, adapter_names)
+        self._refuse_merge([name for name in names if name in self.lora_gate_up_A], safe_merge)
+
+    def _refuse_merge(self, names, safe_merge):
+        if not (names and (safe_merge or self.packed)):
+            return
+        for weight, expert, update in self._updates(names):
+            if not torch.isfinite(update).all():
+                raise ValueError(f"the update of {weight} of expert {expert} by {names} is not finite")
 
     def _updates(self, names):
         """Yields (weight, expert, the sum of its adapters' updates [out, in] in float32, or wider)."""
@@ -271,8 +283,10 @@ def teach_peft() -> None:
 
     * Routed experts that are a target get `LoraExperts`.
     * An adapter that cannot be added, or whose file lacks a tensor, is refused and leaves the model as it was.
+    * A merge that one of the layers refuses leaves all of them as they were.
     * What would pass over the factors of the experts in silence is refused: `add_weighted_adapter`, hotswapping.
-    * Prefix tuning is refused: it trains keys and values of attention, and KDA layers have none.
+    * Prefix tuning and cartridges are refused: they train keys and values of attention, and KDA layers have none.
+    * Replicated layers are refused: what kind a layer is of, the configuration says for each of them.
     * AdaLoRA: the rank by which it divides is not trained, and reading what training left of the ranks rounds nothing.
     """
     if getattr(LoraModel, "_knows_kimi_k3", False):
@@ -280,10 +294,14 @@ def teach_peft() -> None:
     LoraModel._knows_kimi_k3 = True  # type: ignore[attr-defined]
     LoraModel._create_new_module = staticmethod(_with_experts(LoraModel._create_new_module))  # type: ignore[method-assign]
     BaseTuner.inject_adapter = _all_or_nothing(BaseTuner.inject_adapter)  # type: ignore[method-assign]
+    BaseTuner.merge_adapter = _rehearsed(BaseTuner.merge_adapter)  # type: ignore[method-assign]
+    unloading = _rehearsed(BaseTuner._unload_and_optionally_merge)
+    BaseTuner._unload_and_optionally_merge = unloading  # type: ignore[method-assign]
     resizing = _keeping_float32(AdaLoraModel.resize_modules_by_rank_pattern)
     AdaLoraModel.resize_modules_by_rank_pattern = resizing  # type: ignore[method-assign]
     LoraModel.add_weighted_adapter = _without_experts(LoraModel.add_weighted_adapter)  # type: ignore[method-assign]
     hotswap.hotswap_adapter_from_state_dict = _not_hot(hotswap.hotswap_adapter_from_state_dict)
+    hotswap.prepare_model_for_compiled_hotswap = _not_prepared(hotswap.prepare_model_for_compiled_hotswap)
     loading: Any = classmethod(_restoring(peft.PeftModel.from_pretrained.__func__))  # type: ignore[attr-defined]
     peft.PeftModel.from_pretrained = loading  # type: ignore[method-assign]
     peft.PeftModel.load_adapter = _whole(peft.PeftModel.load_adapter)  # type: ignore[method-assign]
@@ -315,6 +333,11 @@ def _all_or_nothing(inject):
             return inject(self, model, adapter_name, *args, **kwargs)
         try:
             _refuse_packed_copies(model, self.peft_config[adapter_name])
+            if getattr(self.peft_config[adapter_name], "layer_replication", None):
+                raise ValueError(
+                    "layer_replication would make layers of which linear_attn_config does not say whether they are KDA "
+                    "or MLA: build the deeper model first, with a configuration of its own"
+                )
             with unchanged_on_error(model):
                 result = inject(self, model, adapter_name, *args, **kwargs)
         except BaseException:
@@ -326,6 +349,35 @@ def _all_or_nothing(inject):
         return result
 
     return inject_adapter
+
+
+def _rehearsed(merge):
+    signature = inspect.signature(merge)
+
+    @functools.wraps(merge)
+    def merge_all_or_none(self, *args, **kwargs):
+        options = signature.bind(self, *args, **kwargs)
+        options.apply_defaults()
+        if is_ours(self.model) and options.arguments.get("merge", True):
+            self._check_merge_allowed()
+            _rehearse_merge(self.model, options.arguments["safe_merge"], options.arguments["adapter_names"])
+        return merge(self, *args, **kwargs)
+
+    return merge_all_or_none
+
+
+def _rehearse_merge(model: nn.Module, safe_merge: bool, adapter_names: list[str] | None) -> None:
+    """Merge a copy of each layer that has adapters, one at a time: peft merges a layer behind the other, and one that
+    refuses would leave those before it merged."""
+    for module in model.modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        with warnings.catch_warnings(), onload_layer(module):
+            warnings.simplefilter("ignore")  # peft's own about what is merged already come with the merge
+            if isinstance(module, LoraExperts):
+                module.rehearse_merge(safe_merge, adapter_names)
+            else:
+                copy.deepcopy(module).merge(safe_merge=safe_merge, adapter_names=adapter_names)
 
 
 def _refuse_packed_copies(model: nn.Module, config: Any) -> None:
@@ -394,13 +446,28 @@ def _not_hot(swap):
     return hotswap_adapter_from_state_dict
 
 
+def _not_prepared(prepare):
+    @functools.wraps(prepare)
+    def prepare_model_for_compiled_hotswap(model, *args, **kwargs):
+        if any(type(module).__name__ == "LoraExperts" for module in model.modules()):
+            raise ValueError(
+                "adapters of routed experts cannot be swapped in place: load the other under a name of its own and "
+                "choose it with set_adapter"
+            )
+        return prepare(model, *args, **kwargs)
+
+    return prepare_model_for_compiled_hotswap
+
+
 def _without_prefixes(setup):
     @functools.wraps(setup)
     def _setup_prompt_encoder(self, adapter_name, *args, **kwargs):
-        if is_ours(self) and self.peft_config[adapter_name].peft_type == peft.PeftType.PREFIX_TUNING:
+        kind = self.peft_config[adapter_name].peft_type
+        if is_ours(self) and kind in (peft.PeftType.PREFIX_TUNING, peft.PeftType.CARTRIDGE):
             del self.peft_config[adapter_name]
+            name = "prefix tuning" if kind == peft.PeftType.PREFIX_TUNING else "a cartridge"
             raise ValueError(
-                "prefix tuning trains keys and values of attention, and most layers here have a recurrent state: use "
+                f"{name} trains keys and values of attention, and most layers here have a recurrent state: use "
                 "PromptTuningConfig or LoraConfig"
             )
         return setup(self, adapter_name, *args, **kwargs)

@@ -5,12 +5,14 @@ import subprocess
 import sys
 import warnings
 
+import peft
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import (
     AdaLoraConfig,
+    CartridgeConfig,
     IA3Config,
     LNTuningConfig,
     LoHaConfig,
@@ -23,12 +25,14 @@ from peft import (
     VeraConfig,
     get_peft_model,
 )
+from peft.tuners.lora import LoraLayer
+from peft.utils import hotswap
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tiny
-from kimi_k3 import KimiK3Config, KimiK3ForCausalLM, KimiK3ForConditionalGeneration
+from kimi_k3 import CACHE_ARGUMENT, KimiK3Config, KimiK3ForCausalLM, KimiK3ForConditionalGeneration
 from kimi_k3.training import lora_targets
 
 IDS = torch.arange(3, 23)[None]
@@ -71,6 +75,34 @@ TUNERS = {
         {"load_adapter", "merge", "weighted", "hotswap"},
     ),
 }  # fmt: skip
+
+
+# Name -> the configuration, and whether the tuner merges where layers have no bias.
+OTHERS = {
+    "beft": (lambda: peft.BeftConfig(target_modules=LAYERS), False),
+    "boft": (lambda: peft.BOFTConfig(boft_block_size=2, target_modules=["q_proj"]), True),
+    "c3a": (lambda: peft.C3AConfig(block_size=2, target_modules=["q_proj"]), True),
+    "deft": (lambda: peft.DeftConfig(r=4, target_modules=LAYERS), True),
+    "delora": (lambda: peft.DeloraConfig(r=4, target_modules=LAYERS), True),
+    "fourierft": (lambda: peft.FourierFTConfig(n_frequency=10, target_modules=LAYERS), True),
+    "glora": (lambda: peft.GloraConfig(r=4, target_modules=LAYERS), True),
+    "gralora": (lambda: peft.GraloraConfig(r=4, gralora_k=2, target_modules=["q_proj"]), True),
+    "hira": (lambda: peft.HiraConfig(r=4, target_modules=LAYERS), True),
+    "hra": (lambda: peft.HRAConfig(r=4, target_modules=LAYERS), True),
+    "miss": (lambda: peft.MissConfig(r=2, target_modules=LAYERS), True),
+    "oft": (lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj", "up_proj"]), True),
+    "osf": (lambda: peft.OSFConfig(effective_rank=2, target_modules=LAYERS), True),
+    "peanut": (lambda: peft.PeanutConfig(r=4, target_modules=LAYERS), True),
+    "pvera": (lambda: peft.PveraConfig(r=4, target_modules=["q_proj"]), True),
+    "randlora": (lambda: peft.RandLoraConfig(r=4, target_modules=["q_proj"]), True),
+    "road": (lambda: peft.RoadConfig(variant="road_1", group_size=2, target_modules=LAYERS), True),
+    "shira": (lambda: peft.ShiraConfig(r=2, target_modules=LAYERS), True),
+    "supertuning": (lambda: peft.SupertuningConfig(target_modules=LAYERS, sparsity=0.5), True),
+    "tinylora": (lambda: peft.TinyLoraConfig(r=2, u=4, target_modules=LAYERS), True),
+    "unilora": (lambda: peft.UniLoraConfig(r=4, theta_d_length=16, target_modules=LAYERS), True),
+    "vblora": (lambda: peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=2, target_modules=["q_proj"]), True),
+    "waveft": (lambda: peft.WaveFTConfig(n_frequency=10, target_modules=LAYERS), True),
+}
 
 
 def base(**changes):
@@ -206,10 +238,92 @@ def test_adalora_takes_ranks_away_and_the_rest_is_read_again(tmp_path):
     assert same_tree(tree(model), before)
 
 
+@pytest.mark.one_release
+@pytest.mark.parametrize("tuner", OTHERS)
+@pytest.mark.filterwarnings("ignore")
+def test_other_tuners_of_peft(tuner, tmp_path):
+    """Forward, cached steps, saving and loading; a merge, or its refusal with nothing changed."""
+    configure, merges = OTHERS[tuner]
+    adapter = adapted(base(), configure()).eval()
+    acting = logits(adapter)
+    assert (acting - logits(base())).abs().max() > 1e-3
+    with torch.no_grad():
+        begun = adapter(input_ids=IDS[:, :-2], use_cache=True)
+        steps = [adapter(input_ids=IDS[:, i : i + 1], **{CACHE_ARGUMENT: begun.cache}).logits for i in (18, 19)]
+    close = {"atol": 1e-6, "rtol": 0}  # some tuners compute in float32
+    torch.testing.assert_close(torch.cat([begun.logits, *steps], dim=1), acting, **close)
+    adapter.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(base(), tmp_path).double()), acting, **close)
+    if merges:
+        torch.testing.assert_close(logits(adapter.merge_and_unload()), acting, **close)
+        return
+    before = tree(adapter)
+    with pytest.raises((ValueError, NotImplementedError)):
+        adapter.merge_and_unload()
+    assert same_tree(tree(adapter), before)
+
+
+MERGES_REFUSED = {
+    "safe merge of a layer": (lora(), "o_proj.lora_B", True, "NaNs detected"),
+    "safe merge of experts": (lora(target_modules=["q_proj", "experts"]), "lora_down_B", True, "is not finite"),
+    "packed experts": (lora(target_modules=["q_proj", "experts"]), "lora_down_B", False, "is not finite"),
+    "a bias": (lora(lora_bias=True), None, False, "base layer has no bias"),
+}
+
+
+@pytest.mark.parametrize("verb", ["merge_adapter", "merge_and_unload"])
+@pytest.mark.parametrize("case", MERGES_REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_a_merge_that_a_layer_refuses_merges_none(case, verb):
+    """peft merges one layer behind the other, and stops where it fails."""
+    configure, broken, safe, sentence = MERGES_REFUSED[case]
+    model = base(**(tiny.PACKED if "packed" in case else {}))
+    adapter = adapted(model, configure(model))
+    last = [parameter for name, parameter in adapter.named_parameters() if broken and broken in name][-1:]
+    for parameter in last:
+        parameter.data.view(-1)[0] = float("inf")
+    before = tree(adapter)
+    with pytest.raises((ValueError, RuntimeError), match=sentence):
+        getattr(adapter, verb)(safe_merge=safe)
+    assert same_tree(tree(adapter), before) and not adapter.get_model_status().merged_adapters
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_activated_lora_is_not_loaded_where_it_would_never_act(tmp_path):
+    """It acts behind its tokens, which transformers does not look for."""
+    adapter = adapted(base(), lora(alora_invocation_tokens=[9, 10])(None))
+    assert not torch.allclose(logits(adapter), logits(base()), atol=1e-4)
+    adapter.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(base(), tmp_path)), logits(adapter), **CLOSE)
+    model = base()
+    before = tree(model)
+    with pytest.raises(ValueError, match=r"activated LoRA, so it would never act: load it with PeftModel\."):
+        model.load_adapter(tmp_path)
+    assert same_tree(tree(model), before)
+
+
+def test_experts_are_not_prepared_for_swapping():
+    adapter = adapted(base(), lora(target_modules=["q_proj", "experts"])(None))
+    before = tree(adapter)
+    with pytest.raises(ValueError, match="adapters of routed experts cannot be swapped in place: load the other under"):
+        hotswap.prepare_model_for_compiled_hotswap(adapter, target_rank=8)
+    assert same_tree(tree(adapter), before)
+    scales = [module.scaling["default"] for module in adapter.modules() if isinstance(module, LoraLayer)]
+    assert len(scales) == 4 and set(map(type, scales)) == {float}
+
+
 REFUSED = {
     "prefix tuning": (
         lambda model: PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM", num_layers=3, token_dim=56),
-        "most layers here have a recurrent state",
+        "prefix tuning trains keys .* most layers here have a recurrent state",
+    ),
+    "a cartridge": (
+        lambda model: CartridgeConfig(num_virtual_tokens=4, task_type="CAUSAL_LM", num_layers=3, token_dim=56),
+        "a cartridge trains keys .* most layers here have a recurrent state",
+    ),
+    "layers twice": (
+        lora(target_modules=["q_proj"], layer_replication=[[0, 2], [1, 3]]),
+        "layer_replication would make layers",
     ),
     "DoRA on experts": (lora(target_modules=["q_proj", "experts"], use_dora=True), "use_dora"),
     "LoHa on experts": (lambda model: LoHaConfig(r=4, target_modules=["q_proj", "experts"]), "KimiK3Experts"),
