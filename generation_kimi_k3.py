@@ -192,11 +192,19 @@ class KimiK3GenerationMixin(GenerationMixin):
         cache = kwargs.get(CACHE_ARGUMENT)
         plain = next_sequence_length == 1 and kwargs.keys() <= _OF_A_STEP
         if not plain or cache is None or cache.is_compileable:
-            return super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
-        inputs = {"input_ids": input_ids[:, -1:].contiguous(), **kwargs}
-        if (positions := inputs.get("position_ids")) is not None:
-            inputs["position_ids"] = positions[..., -1:].contiguous()
-        return {name: x for name, x in inputs.items() if x is not None}
+            inputs = super().prepare_inputs_for_generation(
+                input_ids, next_sequence_length=next_sequence_length, **kwargs
+            )
+        else:
+            inputs = {"input_ids": input_ids[:, -1:].contiguous(), **kwargs}
+            if (positions := inputs.get("position_ids")) is not None:
+                inputs["position_ids"] = positions[..., -1:].contiguous()
+            inputs = {name: x for name, x in inputs.items() if x is not None}
+        # peft stands around this call for its learned prompts, and knows the cache by the older name: without it, it
+        # would put them in front of every token.
+        if "prepare_inputs_for_generation" in vars(self) and cache is not None:
+            inputs["past_key_values"] = cache
+        return inputs
 
     def _captured_steps(self, cache: Any, rows: int, generation_config: GenerationConfig) -> CapturedSteps | None:
         """None where the forward runs as it is, or a static cache's steps are captured."""

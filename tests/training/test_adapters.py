@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from peft import (
     AdaLoraConfig,
     CartridgeConfig,
+    CPTConfig,
     IA3Config,
     LNTuningConfig,
     LoHaConfig,
@@ -20,6 +21,7 @@ from peft import (
     LoraConfig,
     PeftModel,
     PrefixTuningConfig,
+    PromptEncoderConfig,
     PromptTuningConfig,
     TrainableTokensConfig,
     VeraConfig,
@@ -77,6 +79,14 @@ TUNERS = {
 }  # fmt: skip
 
 
+PROMPTS = {
+    "prompt": lambda: PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "p-tuning": lambda: PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+    "cpt": lambda: CPTConfig(
+        cpt_token_ids=[3, 4, 5], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3], task_type="CAUSAL_LM"
+    ),
+}
+
 # Name -> the configuration, and whether the tuner merges where layers have no bias.
 OTHERS = {
     "beft": (lambda: peft.BeftConfig(target_modules=LAYERS), False),
@@ -127,6 +137,14 @@ def adapted(model, config, seed=0):
     return adapter.double()
 
 
+def greedy(model, ids, new_tokens):
+    """What `generate` should give, with a forward of the whole text for every token."""
+    for _ in range(new_tokens):
+        with torch.no_grad():
+            ids = torch.cat([ids, model.eval()(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
+    return ids
+
+
 def tree(model):
     """What a refusal must not change: modules, parameters with their flags and values."""
     modules = [(name, type(module), module.training) for name, module in model.named_modules()]
@@ -161,7 +179,7 @@ def test_every_verb_works_or_changes_nothing(tuner, tmp_path):
 
     def generate():
         tokens = adapter.generate(input_ids=IDS, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
-        assert tokens.shape[1] == IDS.shape[1] + 3
+        assert torch.equal(tokens, greedy(adapter, IDS, 3))
 
     def disable():
         with adapter.disable_adapter():
@@ -236,6 +254,31 @@ def test_adalora_takes_ranks_away_and_the_rest_is_read_again(tmp_path):
     with pytest.raises(ValueError, match=r"AdaLoRA .*: load it with PeftModel\.from_pretrained"):
         model.load_adapter(tmp_path)
     assert same_tree(tree(model), before)
+
+
+@pytest.mark.parametrize("kind", ["text", "multimodal"])
+@pytest.mark.parametrize("prompts", PROMPTS)
+@torch.no_grad()
+def test_learned_prompts_stand_before_the_text_once(prompts, kind):
+    """In a batch with padding too. peft takes a cache whose name it does not know for none, and would put them before
+    every token."""
+    model = base(initializer_range=0.1)
+    if kind == "multimodal":
+        text, model = model, KimiK3ForConditionalGeneration(KimiK3Config(text_config=model.config, **tiny.SPECIAL))
+        model.language_model.load_state_dict(text.state_dict())
+        model.double().eval()
+    adapter = adapted(model, PROMPTS[prompts]()).eval()
+    for parameter in filter(lambda parameter: parameter.requires_grad, adapter.parameters()):
+        parameter.add_(torch.randn_like(parameter))
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = greedy(adapter, IDS, 4)
+    assert not torch.allclose(logits(adapter)[:, -20:], logits(model), atol=1e-3)
+    assert torch.equal(adapter.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **options), expected)
+    batch = torch.cat([IDS, IDS.roll(3)])
+    mask = torch.ones_like(batch)
+    mask[1, :3] = 0
+    both = adapter.generate(input_ids=batch, attention_mask=mask, **options)
+    assert torch.equal(both[:1], expected) and torch.equal(both[1:, 3:], greedy(adapter, IDS[:, :-3], 4))
 
 
 @pytest.mark.one_release
