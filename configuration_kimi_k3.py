@@ -590,8 +590,25 @@ class KimiK3TextConfig(_FileConfig):
                 )
 
 
+# Of a vision config: keys that choose among forms of which one is implemented.
+_VISION_FORMS = {
+    "activation_func": "gelu_pytorch_tanh",
+    "merge_type": "sd2_tpool",
+    "mlp_type": "mlp2",
+    "mm_projector_type": "patchmergerv2",
+    "norm_type": "rmsnorm",
+    "pos_emb_interpolation_mode": "bilinear",
+    "pos_emb_type": "divided_fixed",
+    "projector_hidden_act": "gelu",
+}
+
+
 class KimiK3VisionConfig(_FileConfig):
-    """Configuration of the vision tower (MoonViT-V2) and of the projector into the text width."""
+    """Configuration of the vision tower (MoonViT-V2) and of the projector into the text width.
+
+    Raises:
+        ValueError: for a configuration that cannot work; the sentence names the field.
+    """
 
     model_type = "kimi_k3_vision"
     base_config_key = "vision_config"
@@ -625,10 +642,28 @@ class KimiK3VisionConfig(_FileConfig):
         # The released file asks for flash_attention_2; which kernel runs is the user's choice at load time.
         kwargs.pop("_attn_implementation", None)
         super().__post_init__(**kwargs)
+        for name, only in _VISION_FORMS.items():
+            if getattr(self, name) != only:
+                raise ValueError(
+                    f"vision_config.{name} {_shown(getattr(self, name))} is not implemented; only {only!r} is"
+                )
+        sides = self.merge_kernel_size
+        if not isinstance(sides, list | tuple) or len(sides) != 2 or not all(_is_count(n) and n > 0 for n in sides):
+            raise ValueError(f"vision_config.merge_kernel_size must be two positive numbers, got {_shown(sides)}")
         if self.qkv_hidden_size % self.vt_num_attention_heads:
             raise ValueError(
                 f"qkv_hidden_size ({self.qkv_hidden_size}) does not divide into vt_num_attention_heads "
                 f"({self.vt_num_attention_heads})"
+            )
+        if (self.qkv_hidden_size // self.vt_num_attention_heads) % 4:
+            raise ValueError(
+                f"qkv_hidden_size ({self.qkv_hidden_size}) / vt_num_attention_heads ({self.vt_num_attention_heads}) "
+                "must be a multiple of 4: pairs of channels turn by column and row"
+            )
+        if self.mm_hidden_size != self.vt_hidden_size:
+            raise ValueError(
+                f"mm_hidden_size ({self.mm_hidden_size}), which the projector reads, must equal vt_hidden_size "
+                f"({self.vt_hidden_size}), which the tower gives"
             )
 
 

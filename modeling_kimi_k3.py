@@ -66,7 +66,7 @@ from .layers_kimi_k3 import (
 from .packing_kimi_k3 import Packing, StepPacking, causal_mask, check_mask, find_packing, packed_offsets
 from .remote_code_kimi_k3 import auto_map, copy_code
 from .routing_kimi_k3 import checked_routing
-from .vision_kimi_k3 import KimiK3PositionTable, KimiK3Projector, KimiK3VisionTower
+from .vision_kimi_k3 import KimiK3Projector, KimiK3VisionTower
 
 logger = logging.get_logger(__name__)
 teach_peft_when_imported()
@@ -330,8 +330,6 @@ class KimiK3PreTrainedModel(PreTrainedModel):
                 weight = torch.empty(shape, dtype=torch.float32, device=packed.device).normal_(0.0, std)
                 for parameter, data in zip((packed, scale), mxfp4.quantize_mxfp4(weight), strict=True):
                     init.copy_(parameter, data)
-        elif isinstance(module, KimiK3PositionTable):
-            init.normal_(module.weight, mean=0.0, std=1.0)
         elif isinstance(module, KimiK3PseudoQuery):
             init.zeros_(module.weight)  # Attention Residuals start as a plain average over depth (arXiv 2603.15031)
 

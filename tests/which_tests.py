@@ -12,6 +12,7 @@ INCOMPLETE = "model/test_incomplete_checkpoints.py"
 FOREIGN = "model/test_foreign_folders.py"
 DOOR = "conversion/test_one_door.py"
 INITIALISATION = "model/test_initialisation.py"
+VISION = "model/test_vision.py"
 GENERATION = "cache/test_generation.py"
 SNAPSHOTS = "cache/test_snapshots.py"
 ROLLBACK = "cache/test_rollback.py"
@@ -98,7 +99,7 @@ TESTS = {
     "routing_kimi_k3.py": (ROUTING,),
     "rollback_kimi_k3.py": (ROLLBACK, SNAPSHOTS, PREFIX),
     "runs_kimi_k3.py": (TEXT_RUNS, EVAL, RESUME, ONE_LINE),
-    "vision_kimi_k3.py": (CHECKPOINT, CONVERSION, INITIALISATION),
+    "vision_kimi_k3.py": (VISION, CHECKPOINT, CONVERSION, INITIALISATION),
     "cli/__init__.py": (CLI,),
     "cli/common.py": (CLI, ONE_LINE, TEXT_RUNS),
     "cli/generate.py": (CLI, ONE_LINE),

@@ -589,6 +589,29 @@ def test_refusals_between_the_parts(k3_text, data_dir):
         KimiK3Config.from_pretrained(data_dir / "kimi_linear_flat")
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"vt_num_attention_heads": 256}, r"\(1536\) / vt_num_attention_heads \(256\) must be a multiple of 4"),
+        ({"mm_hidden_size": 512}, r"mm_hidden_size \(512\).* must equal vt_hidden_size \(1024\)"),
+        ({"merge_kernel_size": 2}, "merge_kernel_size must be two positive numbers, got 2"),
+        ({"merge_kernel_size": [2, 0]}, "merge_kernel_size must be two positive numbers"),
+        *(
+            ({name: "other"}, f"vision_config.{name} 'other' is not implemented; only '.*' is")
+            for name in (
+                "activation_func", "merge_type", "mlp_type", "mm_projector_type", "norm_type",
+                "pos_emb_interpolation_mode", "pos_emb_type", "projector_hidden_act",
+            )
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_vision_tower_is_not_is_refused(changes, sentence):
+    """Forms that other towers have, and sizes that cannot be; `text_config` alone is read without it."""
+    with pytest.raises(ValueError, match=sentence):
+        KimiK3VisionConfig(**changes)
+
+
 def test_fields_of_features_that_are_off_are_not_judged(k3_text):
     """A dense file may carry values of the features that it does not use."""
     k3_text.update(num_experts=None, num_experts_per_token=None, routed_expert_hidden_size=None)
