@@ -273,7 +273,7 @@ class KimiK3GenerationMixin(GenerationMixin):
     def _assisted_decoding(self, input_ids, *args, **kwargs):
         if kwargs.get("inputs_embeds") is not None:
             # transformers would verify the first draft against a forward that did not see it
-            raise ValueError("assisted decoding starts from input_ids: leave inputs_embeds out")
+            raise ValueError("assisted decoding starts from input_ids: leave inputs_embeds, and images, out")
         cache = kwargs.get(CACHE_ARGUMENT)
         if cache is not None:
             if cache.get_seq_length() > 0:
@@ -331,7 +331,7 @@ class KimiK3GenerationMixin(GenerationMixin):
         if isinstance(cache, HybridCache):
             cache.check_whole()
         if embeds is not None and chunk is not None:
-            raise ValueError("prefill_chunk_size splits input_ids: leave it out with inputs_embeds")
+            raise ValueError("prefill_chunk_size splits input_ids: leave it out with inputs_embeds and images")
         if embeds is not None and cache is not None and (held := int(cache.get_seq_length())) > 0:
             columns = embeds.shape[1] if mask is None else mask.shape[1]
             if columns != embeds.shape[1] or columns <= held:

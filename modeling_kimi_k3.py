@@ -7,7 +7,6 @@ transformers reads the text of this file to learn what a model supports. The rou
 """
 
 import copy
-import functools
 import math
 import os
 import re
@@ -48,6 +47,7 @@ from .generation_kimi_k3 import (
     KimiK3ModelOutput,
     one_cache,
 )
+from .images_kimi_k3 import KimiK3ImageMixin, refuse_images
 from .kernels_kimi_k3 import attn_res, cross_entropy, mxfp4
 from .layers_kimi_k3 import (
     KimiK3DecoderLayer,
@@ -395,6 +395,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             output_hidden_states: entry l is the stream that layer l reads (the mix over depth; the embedding for
                 l = 0), the last entry is the normed output.
         """
+        refuse_images(kwargs)
         cache, commit = one_cache(cache, past_key_values), kwargs.pop("commit", True)
         embeds = self._embedded(input_ids, inputs_embeds)
         use_cache = self.config.use_cache if use_cache is None else use_cache
@@ -667,14 +668,14 @@ class KimiK3ForCausalLM(_WithHead):
         )
 
 
-class KimiK3ForConditionalGeneration(_WithHead):
-    """The class that the released checkpoint names. Text works; images are refused until vision is implemented."""
+class KimiK3ForConditionalGeneration(KimiK3ImageMixin, _WithHead):
+    """The class that the released checkpoint names: text and images. Without a `vision_config` it reads text only."""
 
     config: KimiK3Config
     config_class = KimiK3Config
     base_model_prefix = "language_model"
+    input_modalities = ["image", "text"]
     _checkpoint_conversion_mapping = {r"^(?=model\.|lm_head\.)": "language_model."}
-    _image_arguments = ("pixel_values", "pixel_values_videos", "grid_thws", "image_grid_hws", "grid_hws")
 
     def __init__(self, config: KimiK3Config, dequantize: bool = False):
         super().__init__(config, dequantize=dequantize)
@@ -698,14 +699,53 @@ class KimiK3ForConditionalGeneration(_WithHead):
         self.language_model.set_output_embeddings(value)
 
     @can_return_tuple
-    @functools.wraps(KimiK3ForCausalLM.forward, assigned=())
-    def forward(self, *args: Any, **kwargs: Any) -> MoeCausalLMOutputWithPast:
-        """Arguments and result of `KimiK3ForCausalLM.forward`; image arguments raise NotImplementedError."""
-        for name in self._image_arguments:
-            if kwargs.pop(name, None) is not None:
-                raise NotImplementedError(f"{name}: image input is not implemented yet, this model reads text only")
-        commit = kwargs.pop("commit", True)
-        outputs = self.language_model(*args, commit=False, return_dict=True, **kwargs)
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: HybridCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        output_routed_experts: bool = False,
+        routed_experts: torch.Tensor | None = None,
+        cache: HybridCache | None = None,
+        pixel_values: torch.Tensor | None = None,
+        grid_thws: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> MoeCausalLMOutputWithPast:
+        """
+        Args:
+            pixel_values: [N, 3, p, p], patches of all images in the order of their places in `input_ids`, row by row.
+            grid_thws: [n, 3], frames, rows and columns of patches of each image.
+
+        The other arguments and the result are those of `KimiK3ForCausalLM.forward`. Ids with one placeholder for each
+        image grow by the images' tokens, and what comes back has as many columns (`docs/vision.md`).
+
+        Raises:
+            ValueError: if images, their grids and placeholders do not fit, with the numbers.
+        """
+        cache, commit = one_cache(cache, past_key_values), kwargs.pop("commit", True)
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            "labels": labels,
+        }
+        outputs = self.language_model(
+            **self._text_inputs(pixel_values, grid_thws, cache, inputs, kwargs),
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            output_routed_experts=output_routed_experts,
+            routed_experts=routed_experts,
+            cache=cache,
+            commit=False,
+            return_dict=True,
+            **kwargs,
+        )
         if commit and outputs.cache is not None:
             outputs.cache.commit()
         return outputs

@@ -28,6 +28,7 @@ CODE_FILES = tuple(
         "fingerprint",
         "generation",
         "graph",
+        "images",
         "kernels",
         "layers",
         "lora",
@@ -50,10 +51,12 @@ def auto_map(model: PreTrainedModel) -> dict[str, str]:
     base = "KimiK3Model" if is_text else "KimiK3ForConditionalGeneration"
     causal = "KimiK3ForCausalLM" if is_text else "KimiK3ForConditionalGeneration"
     labels = "KimiK3" if is_text else "KimiK3Multimodal"
+    images = {} if is_text else {"AutoModelForImageTextToText": f"modeling_kimi_k3.{causal}"}
     return {
         "AutoConfig": f"configuration_kimi_k3.{config}",
         "AutoModel": f"modeling_kimi_k3.{base}",
         "AutoModelForCausalLM": f"modeling_kimi_k3.{causal}",
+        **images,
         "AutoModelForSequenceClassification": f"classification_kimi_k3.{labels}ForSequenceClassification",
         "AutoModelForTokenClassification": f"classification_kimi_k3.{labels}ForTokenClassification",
     }

@@ -13,6 +13,7 @@ FOREIGN = "model/test_foreign_folders.py"
 DOOR = "conversion/test_one_door.py"
 INITIALISATION = "model/test_initialisation.py"
 VISION = "model/test_vision.py"
+IMAGES = "model/test_images.py"
 GENERATION = "cache/test_generation.py"
 SNAPSHOTS = "cache/test_snapshots.py"
 ROLLBACK = "cache/test_rollback.py"
@@ -81,6 +82,7 @@ TESTS = {
     "fingerprint_kimi_k3.py": ("cache/test_fingerprint.py", SNAPSHOTS, PREFIX),
     "generation_kimi_k3.py": (DEFAULTS, CAPTURED, GENERATION, ROUTING, ROLLBACK, STATIC, MATRIX),
     "graph_kimi_k3.py": (CAPTURED, "cache/test_graph.py", STATIC),
+    "images_kimi_k3.py": (IMAGES,),
     "kernels_kimi_k3.py": ("project/test_imports.py", GOLDEN, "model/test_remote_code.py"),
     "lora_kimi_k3.py": ("training/test_lora.py", "training/test_adapters.py"),
     "layers_kimi_k3.py": (

@@ -115,6 +115,7 @@ WHOLE_AUTO_MAP = {
     "AutoConfig": "configuration_kimi_k3.KimiK3Config",
     "AutoModel": "modeling_kimi_k3.KimiK3ForConditionalGeneration",
     "AutoModelForCausalLM": "modeling_kimi_k3.KimiK3ForConditionalGeneration",
+    "AutoModelForImageTextToText": "modeling_kimi_k3.KimiK3ForConditionalGeneration",
     "AutoModelForSequenceClassification": "classification_kimi_k3.KimiK3MultimodalForSequenceClassification",
     "AutoModelForTokenClassification": "classification_kimi_k3.KimiK3MultimodalForTokenClassification",
 }
@@ -241,6 +242,28 @@ def test_folders_with_our_files_need_nothing_else(data_dir, tmp_path, fresh_pyth
         if name != "registered":
             assert set(files) - {"__init__.py", "kernels/__init__.py"} == set(SHIPPED)
             assert_complete(saved / f"{name}-again", checkpoints[name])
+
+
+# Reads an image of the golden run, from a folder alone.
+READ_AN_IMAGE = """
+from transformers import AutoModelForImageTextToText
+folder, data = arguments["folder"], arguments["data"]
+model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).double()
+golden = load_file(data + "/golden.safetensors")
+images = {"pixel_values": golden["pixel_values"][:24], "grid_thws": golden["grid_thws"][:1]}
+with torch.no_grad():
+    logits = model(golden["single.input_ids"], attention_mask=golden["single.attention_mask"], **images).logits
+right = (logits - golden["single.logits"]).abs().max().item() < 3e-4
+print(json.dumps([*origin(model), right]))
+"""
+
+
+def test_a_folder_with_our_files_reads_images(data_dir, tmp_path, fresh_python):
+    data = data_dir / "k3_vision" / "small_signal"
+    AutoModelForCausalLM.from_pretrained(data).save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["auto_map"] == WHOLE_AUTO_MAP
+    found = fresh_python(READ_AN_IMAGE, folder=tmp_path / "saved", data=data)
+    assert found == ["transformers_modules", "KimiK3ForConditionalGeneration", True]
 
 
 def test_push_to_hub_uploads_the_whole_tree(data_dir, monkeypatch):
