@@ -86,13 +86,22 @@ class StepBatch:
         slots: [N] int64.
         ends: [N] int64, tokens of each with the new one.
         table: [N, W] int32, its pages; those behind the last one are not read. The new tokens' pages are there.
+        longest: of `ends`, where the host may say it: no page's rest is read then where no kernel runs, so that no
+            bit depends on the size of pages.
     """
 
     short_convs = staticmethod(short_conv.short_convs)
     fused_kda = staticmethod(kda.fused_kda)
 
-    def __init__(self, pool: StatePool, slots: torch.Tensor, ends: torch.Tensor, table: torch.Tensor):
-        self.pool, self.ends, self.pages = pool, ends, mla_decode.Pages(table, pool.page)
+    def __init__(
+        self,
+        pool: StatePool,
+        slots: torch.Tensor,
+        ends: torch.Tensor,
+        table: torch.Tensor,
+        longest: int | None = None,
+    ):
+        self.pool, self.ends, self.pages, self.longest = pool, ends, mla_decode.Pages(table, pool.page), longest
         self.layers: dict[int, _Slots | _Pages] = {i: _Slots(state, slots, None) for i, state in pool.states.items()}
         if not pool.latents:
             return
@@ -114,7 +123,7 @@ class StepBatch:
             out = mla_decode.absorbed_attention(query, buffer, kv_b, module.scaling, *where)
             if out is not None:
                 return out
-        read = self.pages.gathered(buffer).to(query.dtype)
+        read = self.pages.gathered(buffer)[:, : self.longest].to(query.dtype)
         mask = torch.arange(read.shape[1], device=buffer.device) < self.ends[:, None]
         if not is_flash_attention_requested(module.config):  # which take it as it is
             mask = module.explicit_mask(mask, query, read.shape[1])

@@ -60,10 +60,10 @@ class _Step:
     def __init__(self, model: Any, pool: StatePool):
         self.model, self.pool, self.device = model, pool, pool.device
 
-    def __call__(self, table: torch.Tensor) -> torch.Tensor:
-        """[N, 3 + pages] int32 -> logits [N, vocabulary]"""
+    def __call__(self, table: torch.Tensor, longest: int | None = None) -> torch.Tensor:
+        """[N, 3 + pages] int32 -> logits [N, vocabulary]; `longest` as `StepBatch` takes it."""
         slots, ends, given = table[:, :_HEAD].T.long().contiguous()
-        batch = StepBatch(self.pool, slots, ends, table[:, _HEAD:].contiguous())
+        batch = StepBatch(self.pool, slots, ends, table[:, _HEAD:].contiguous(), longest)
         return step_logits(self.model, torch.where(given < 0, self.pool.tokens[slots], given), batch)
 
 
@@ -203,19 +203,24 @@ class Forwards:
         """Feed each sequence one token, `UNKNOWN` for the one that `StatePool.tokens` has, and return the logits
         [N, vocabulary] behind it; the next call may write over them. The pages must have room. A forward that fails
         leaves KDA states behind some of its tokens: close these sequences."""
-        rows, pages = len(sequences), max(len(sequence.pages) for sequence in sequences)
+        # Of what was fed, and not of what they have: by how many pages sums are split must not depend on that.
+        used = [self.pool.pages_of(sequence.length + 1) for sequence in sequences]
+        rows, pages = len(sequences), max(used)
         if not self._refused:
             rows, pages = min(rounded_rows(rows), self.pool.sequences), rounded_pages(pages)
         # Pages that are too many are gathered where no kernel runs, so they have to be pages.
         spare = [self.pool.sequences, 1, 0] + [self.pool.pages if self.pool.spare else 0] * pages
         filled = [
-            [sequence.slot, sequence.length + 1, token, *sequence.pages, *spare[_HEAD + len(sequence.pages) :]]
-            for sequence, token in zip(sequences, tokens, strict=True)
+            [sequence.slot, sequence.length + 1, token, *sequence.pages[:count], *spare[_HEAD + count :]]
+            for sequence, token, count in zip(sequences, tokens, used, strict=True)
         ]
         table = torch.tensor(filled + [spare] * (rows - len(filled)), dtype=torch.int32)
         forward = _Step(self.model, self.pool)
-        capture = functools.partial(_captured, forward)
-        logits = self._run(table, (rows, pages), forward, capture, {})
+        if self._refused:
+            longest = max(sequence.length for sequence in sequences) + 1
+            logits = forward(sent(table, self.pool.device), longest)
+        else:
+            logits = self._run(table, (rows, pages), forward, functools.partial(_captured, forward), {})
         for sequence in sequences:
             sequence.length += 1
         return logits[: len(sequences)]
@@ -283,8 +288,6 @@ class Forwards:
         arguments: dict[str, Any],
     ) -> torch.Tensor:
         """A forward on a table, or the graphs that `capture` makes of it."""
-        if self._refused:
-            return forward(sent(table, self.pool.device), **arguments)
         key = (isinstance(forward, _Step), *size)
         kept = self._sizes.get(key)
         if kept is None:
