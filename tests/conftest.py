@@ -15,8 +15,9 @@ from which_tests import QUICK
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
-    from interpreter import patch_once_a_launch
+    from interpreter import compute_bfloat16, patch_once_a_launch
 
+    compute_bfloat16()
     patch_once_a_launch()
 
 

@@ -1,6 +1,6 @@
 """The Triton KDA kernels against the recurrence in float64: in Triton's interpreter on a CPU, for real on a GPU.
 
-The interpreter's products of bfloat16 are wrong, so half precision is tested on a GPU only.
+Half precision, which takes several times as many products, is tested on a GPU, and on a CPU in one test.
 """
 
 import itertools
@@ -179,6 +179,32 @@ def test_near_parallel_keys(dtype, bound):
     """The triangular inverse must not cancel: keys almost equal, beta near 1, little decay."""
     inputs, options = make_inputs(96, parallel_keys=True, gate="all-near-zero", dtype=dtype)
     assert_matches_oracle(inputs, options, bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_anywhere(dtype):
+    """Gradients that are small differences of large terms, of several sequences."""
+    lengths = [40, 0, 33]
+    inputs, options = make_inputs(sum(lengths), heads=1, key_size=16, value_size=32, parallel_keys=True,
+                                  gate="all-near-zero", lengths=lengths, dtype=dtype)  # fmt: skip
+    assert_matches_oracle(inputs, options, 5e-3)
+
+
+def test_a_rest_is_that_of_its_rounding(monkeypatch):
+    """The scan's own: `prepare` left there what its part of the sum lost."""
+    from kimi_k3.kernels import kda_backward_triton
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda **given: handed.update(given)
+
+    handed = {}
+    monkeypatch.setattr(kda_backward_triton, "chunk_backward_kernel", Launch())
+    inputs, options = make_inputs(64, heads=1, key_size=16, value_size=32, dtype=torch.bfloat16)
+    inputs["v"].requires_grad_()
+    kda.fused_kda(**bundled(inputs, **options))[0].sum().backward()
+    rest, whole = (handed[name].float().abs() for name in ("residual", "updated"))
+    assert rest.max() > 0 and (rest <= whole * 2**-8).all(), "half of a last place"
 
 
 SIZES = [(16, 32), (48, 80), (24, 16), *([(128, 128), (256, 64), (64, 256)] if ON_GPU else [])]
