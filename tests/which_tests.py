@@ -70,7 +70,7 @@ TESTS = {
     "adapters_kimi_k3.py": ("training/test_adapters.py",),
     "checkpoint_kimi_k3.py": (
         CHECKPOINT, INCOMPLETE, FOREIGN, DOOR, "model/test_finite_values.py", INITIALISATION, CONVERSION,
-        "model/test_remote_code.py",
+        "model/test_remote_code.py", "training/test_adapters.py",
     ),
     "classification_kimi_k3.py": (LABELS, "model/test_remote_code.py"),
     "configuration_kimi_k3.py": (
@@ -259,7 +259,7 @@ QUICK = {
     OPS: "",
     KDA: "(softplus|bound).*float|near",
     KDA_TRITON: "head_sizes|short_conv|near-zero|the-bound|narrow|steep"
-    "|sequence|near_parallel|depends|unwritten|boundaries|several|-[26]]"
+    "|sequence|near_parallel|depends|unwritten|boundaries|several|-3]"
     "|6-32|in_place|step_with|a_part|ragged|step_of_many",
     "operations/test_attn_res_triton.py": "without_the_norm|float32-9-|not_compile",
     "operations/test_cross_entropy.py": "trainer|sum|all_logits",
@@ -268,7 +268,7 @@ QUICK = {
     "operations/test_experts_triton.py": "every_activation|swiglu|uncapped|many"
     "|two-ex|one-ex|three-parts|scale_byte|one-program",
     "operations/test_inline_ptx.py": "",
-    "operations/test_mla_decode_triton.py": r"-(5-2|64-0|2-1)]|form\[float32-3|read\[3|the_model",
+    "operations/test_mla_decode_triton.py": r"-(3-2|20-0|2-1)]|form\[float32-3|read\[3|the_model",
     "operations/test_norms_triton.py": "",
     "operations/test_router_triton.py": "gradients|not_compile",
     "operations/test_situ_triton.py": "-(0.3|60.0|0.0001)]",

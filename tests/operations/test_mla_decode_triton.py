@@ -84,7 +84,7 @@ def test_the_reference_is_eager_attention_over_expanded_keys(tokens):
     assert mla_decode.absorbed_attention(inputs[0], inputs[1].double(), inputs[2].detach(), SCALE) is None
 
 
-@pytest.mark.parametrize(("tokens", "sizes"), [(1, 0), (1, 1), (1, 2), (2, 1), (5, 2), (64, 0)])
+@pytest.mark.parametrize(("tokens", "sizes"), [(1, 0), (1, 1), (1, 2), (2, 1), (3, 2), (20, 0)])
 @pytest.mark.parametrize(("dtype", "bound"), PRECISIONS)
 def test_causal_over_every_key(tokens, sizes, dtype, bound):
     heads, rank, rope = SIZES[sizes]
