@@ -36,7 +36,7 @@ def chained(previous: bytes, *parts: bytes) -> bytes:
 
 
 TOGETHER = b"together"
-_ALONE, _ALONE_LENGTH = b"alone", 5 + 8 + 8
+_ALONE = b"alone"
 
 
 def alone(chunk: int, code: bytes) -> bytes:
@@ -45,7 +45,7 @@ def alone(chunk: int, code: bytes) -> bytes:
 
 
 def _is_alone(forward: bytes) -> bool:
-    return len(forward) == _ALONE_LENGTH and forward.startswith(_ALONE)
+    return len(forward) == len(_ALONE) + 8 + 8  # as no other kind
 
 
 def is_exact(forward: bytes) -> bool:

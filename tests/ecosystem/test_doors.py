@@ -93,7 +93,7 @@ def test_accelerate_refuses_to_cut_rows():
             getattr(big_modeling, name)(of_class("multimodal"))
 
 
-def test_attributes_that_others_read_without_asking(tmp_path):
+def test_attributes_that_others_read_without_asking():
     """trl reads `auto_map` of whatever it loads, and counts FLOPs by names of its own."""
     utils = pytest.importorskip("trl.trainer.utils")
     for config in (tiny.config(), KimiK3Config(text_config=tiny.config())):
@@ -101,10 +101,13 @@ def test_attributes_that_others_read_without_asking(tmp_path):
         other = type(config).from_dict(config.to_dict())
         other.auto_map["AutoModel"] = "modeling.Model"  # `register_for_auto_class` writes into it
         assert config.auto_map == {} and other.to_dict()["auto_map"] == other.auto_map
+    assert utils.compute_flops_per_token(tiny.config(), 64) > utils.compute_flops_per_token(tiny.config(), 32) > 0
+
+
+def test_a_config_keeps_the_name_of_its_file_until_a_model_is_saved(tmp_path):
     read = KimiK3TextConfig.from_dict(tiny.config().to_dict() | {"architectures": ["KimiLinearForCausalLM"]})
     assert not hasattr(transformers, read.architectures[0]), "a class by that name would be taken for ours"
     assert read.to_dict()["architectures"] == ["KimiLinearForCausalLM"], "as it was read, until a model is saved"
     model = KimiK3ForCausalLM(copy.deepcopy(read))
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["KimiK3ForCausalLM"]
-    assert utils.compute_flops_per_token(tiny.config(), 64) > utils.compute_flops_per_token(tiny.config(), 32) > 0

@@ -319,6 +319,32 @@ def test_what_one_request_does_wrong_ends_it_alone():
     check_empty(engine.pool)
 
 
+def test_as_many_requests_wait_as_may():
+    """Siblings count each, and what is cancelled no longer."""
+    engine = BatchEngine(model(), sequences=1, tokens=20 * PAGE, page=PAGE, waiting=3)
+    first, *siblings = [greedy(text(4), 2) for _ in range(3)]
+    first.siblings = siblings
+    engine.submit(first)
+    for _ in range(2):
+        with pytest.raises(EngineFull, match="no more than 3 requests may wait at once"):
+            engine.submit(greedy(text(5), 1))
+    engine.cancel(siblings[1])
+    engine.submit(greedy(text(5), 1))
+    run(engine)
+    check_empty(engine.pool)
+
+
+def test_a_stop_waits_for_the_thread_that_it_breaks_off():
+    engine, entered, may_go = BatchEngine(model(), tokens=20 * PAGE, page=PAGE), threading.Event(), threading.Event()
+    thread, request = engine.start(), greedy(text(4), 100)
+    request.take = lambda choice: entered.set() or not may_go.wait(PATIENCE)
+    engine.submit(request)
+    assert entered.wait(PATIENCE)
+    threading.Timer(0.5, may_go.set).start()
+    engine.stop(0)
+    assert may_go.is_set() and not thread.is_alive() and isinstance(request.error, EngineFull)
+
+
 def pauses(engine) -> bool:
     with engine.paused():
         return True
