@@ -12,6 +12,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -38,6 +39,7 @@ AutoModel.register(KimiK3TextConfig, KimiK3Model, exist_ok=True)
 AutoModelForCausalLM.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
 AutoModelForCausalLM.register(KimiK3TextConfig, KimiK3ForCausalLM, exist_ok=True)
 AutoModelForImageTextToText.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
+AutoModelForMultimodalLM.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
 AutoModelForSequenceClassification.register(KimiK3TextConfig, KimiK3ForSequenceClassification, exist_ok=True)
 AutoModelForTokenClassification.register(KimiK3TextConfig, KimiK3ForTokenClassification, exist_ok=True)
 AutoModelForSequenceClassification.register(KimiK3Config, KimiK3MultimodalForSequenceClassification, exist_ok=True)

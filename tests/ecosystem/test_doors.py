@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 import types
 
 import pytest
@@ -12,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from transformers.modelcard import TrainingSummary
+from transformers.models.auto import modeling_auto
 
 import tiny
 from kimi_k3 import KimiK3Config, KimiK3ForCausalLM, KimiK3ForConditionalGeneration, KimiK3TextConfig
@@ -64,6 +67,31 @@ def test_pipelines_and_model_cards_know_the_class(kind, tokenizer, tmp_path, mon
     expected = model.generate(torch.tensor([[5, 9]]), max_new_tokens=3, do_sample=False)[0, 2:]
     assert said.split() == [f"w{number}" for number in expected.tolist()] and not errors
     assert TrainingSummary.from_trainer(trainer(model, tmp_path), model_name="tiny").tasks == "text-generation"
+
+
+def test_images_are_not_promised(tokenizer):
+    """The multimodal class is found where models with images are, and by no list that would have them sent."""
+    model = of_class("multimodal")
+    for auto in (transformers.AutoModelForImageTextToText, transformers.AutoModelForMultimodalLM):
+        assert type(auto.from_config(model.config)) is KimiK3ForConditionalGeneration
+    for names in (
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    ):
+        assert not {"kimi_k3", "KimiK3ForConditionalGeneration"} & {*names, *names.values()}
+    with pytest.raises(NotImplementedError, match="pixel_values: image input is not implemented yet"):
+        model(input_ids=torch.tensor([[5, 9]]), pixel_values=torch.zeros(1, 3, 4, 4))
+
+
+@pytest.mark.one_release
+def test_without_our_import_packed_experts_are_not_read(tmp_path):
+    """transformers takes its own class by the model type of the file; nothing is loaded wrong."""
+    tiny.model(**tiny.PACKED).save_pretrained(tmp_path)
+    code = f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})"
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=tiny.environment(HF_HUB_OFFLINE="1"), stderr=-1, text=True
+    )
+    assert run.returncode and "ImportError" in run.stderr and "compressed-tensors" in run.stderr
 
 
 def test_lm_eval_takes_it_for_a_causal_model(monkeypatch):
