@@ -1,5 +1,6 @@
 """Folders that other tools write, with the names of a model in memory, and models changed after they were loaded."""
 
+import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
@@ -82,6 +83,22 @@ def test_what_fits_no_expert_is_refused(tmp_path):
         save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=sentence):
             AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("load", [accelerate.load_checkpoint_and_dispatch, accelerate.load_checkpoint_in_model])
+def test_loaders_that_know_names_in_memory_alone(load, tmp_path):
+    """accelerate reads what accelerate wrote; of a released folder it refuses the first tensor that does not fit."""
+    model = tiny.model("kmk")
+    for write, reads in ((lambda folder: write_in_memory_names(model, folder), True), (model.save_pretrained, False)):
+        write(tmp_path / str(reads))
+        with accelerate.init_empty_weights():
+            empty = KimiK3ForCausalLM(tiny.config("kmk"))
+        if reads:
+            load(empty, str(tmp_path / str(reads)), device_map={"": "cpu"})
+            assert torch.equal(logits(empty), logits(model))
+            continue
+        with pytest.raises((ValueError, RuntimeError), match=r"A_log|experts|does not have|shape"):
+            load(empty, str(tmp_path / str(reads)), device_map={"": "cpu"})
 
 
 # --- models changed after loading ------------------------------------------------------------------------------------
