@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from peft import (
     AdaLoraConfig,
     CartridgeConfig,
@@ -32,6 +33,7 @@ from peft.utils import hotswap
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import tiny
 from kimi_k3 import CACHE_ARGUMENT, KimiK3Config, KimiK3ForCausalLM, KimiK3ForConditionalGeneration
@@ -417,6 +419,55 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(way, tmp_path):
         else:
             holder.load_adapter(str(tmp_path), "other")
     assert same_tree(tree(holder), before) and torch.equal(logits(holder), computed)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_numbers_of_a_loaded_adapter(tmp_path):
+    """peft keeps factors in float32; transformers rounds those beside weights of bfloat16, as for all models."""
+    model = tiny.model("kmk", **tiny.PACKED).bfloat16()
+    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "experts"])).save_pretrained(tmp_path)
+
+    def factors(model):
+        named = {name.partition("lora_")[2]: p.dtype for name, p in model.named_parameters() if "lora_" in name}
+        return named["A.default.weight"], named["down_A.default"]
+
+    model = tiny.model("kmk", **tiny.PACKED).bfloat16()
+    model.load_adapter(tmp_path)
+    assert factors(model) == (torch.bfloat16, torch.float32)
+    again = PeftModel.from_pretrained(tiny.model("kmk", **tiny.PACKED).bfloat16(), tmp_path)
+    assert factors(again) == (torch.float32, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_verbs_of_transformers(tmp_path):
+    """They work, or are refused where transformers asks for another peft."""
+    model, config = base(), lora(target_modules=["q_proj", "experts"])(None)
+    plain, before = logits(model), tree(model)
+    if Version(peft.__version__) < Version(MIN_PEFT_VERSION):
+        with pytest.raises(ValueError, match="version of PEFT"):
+            model.add_adapter(config)
+        assert same_tree(tree(model), before)
+        return
+    model.add_adapter(config, "one")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    model.double()
+    acting = logits(model)
+    assert (acting - plain).abs().max() > 1e-3
+    model.disable_adapters()
+    assert torch.equal(logits(model), plain)
+    model.enable_adapters()
+    assert torch.equal(logits(model), acting)
+    model.save_pretrained(tmp_path)
+    model.load_adapter(tmp_path, "two")
+    model.double().delete_adapter("one")
+    model.set_adapter("two")
+    torch.testing.assert_close(logits(model), acting, **CLOSE)
+    model.delete_adapter("two")
+    assert torch.equal(logits(model), plain)
 
 
 @pytest.mark.filterwarnings("ignore")
