@@ -12,7 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -93,6 +98,28 @@ def test_rewards_beside_a_reference(folder, tmp_path, batches):
         train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
     )
     assert abs(first_step(trainer)["kl"]) < 1e-4
+
+
+@pytest.mark.one_release
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_rewards_of_a_model_by_its_path(kind, folder, tmp_path):
+    """trl loads it itself, as a classifier of one label."""
+    settings = getattr(trl, f"{kind}Config")(
+        str(tmp_path / "run"), num_generations=2, max_completion_length=3, beta=0.1, **SETTINGS
+    )
+    rewarding = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype="float32")
+    rewarding.save_pretrained(tmp_path / "reward")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.save_pretrained(tmp_path / "reward")
+    trainer = getattr(trl, f"{kind}Trainer")(
+        policy(folder), str(tmp_path / "reward"), args=settings,
+        train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
+    )  # fmt: skip
+    said = first_step(trainer)
+    texts = [p + c for p, c in zip(trainer._logs["prompt"], trainer._logs["completion"], strict=True)]
+    with torch.no_grad():
+        expected = [rewarding(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
+    assert said["reward"] == pytest.approx(sum(expected) / len(expected), abs=1e-4) and abs(said["kl"]) < 1e-4
 
 
 def test_the_auxiliary_loss_that_trl_makes_of_router_logits(folder, tmp_path):
