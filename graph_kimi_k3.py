@@ -9,6 +9,7 @@ import logging
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,26 +45,41 @@ def can_capture(model: Any) -> bool:
     return len(devices) == 1 and has_graphs(devices.pop())
 
 
-class Graph:
-    """A forward on given tensors, captured: `replay` runs it on what they hold then, and fills `outputs`.
+class GraphMemory:
+    """What graphs share of which never two are replayed at once: their memory, and the stream of their captures."""
 
-    Args:
-        model: what is called; its `device` has graphs.
+    def __init__(self, place: torch.device):
+        device = torch.get_device_module(place)
+        self.stream, self.pool = device.Stream(place), device.graph_pool_handle()
+
+
+class Graph:
+    """A forward of a model on given tensors, captured: `replay` runs it on what they hold then, and fills `outputs`.
+
+    With `run` it is another function of these tensors that is captured. In a memory that graphs share, `outputs` is
+    overwritten by the next replay of any of them.
     """
 
-    def __init__(self, model: Any, inputs: dict[str, Any]):
+    def __init__(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        run: Callable[..., Any] | None = None,
+        memory: GraphMemory | None = None,
+    ):
         device = torch.get_device_module(model.device)
         self._graph = device.CUDAGraph()
+        # Not the stream that torch would take, which belongs to whichever device captured first.
+        where = {"stream": device.Stream(model.device)} if memory is None else vars(memory)
         self._caches = [x for x in inputs.values() if isinstance(x, HybridCache)]
         self._check_whole()
-        # Not the stream that torch would take, which belongs to whichever device captured first.
         try:
             with (
                 alone,
                 device.device(model.device),
-                device.graph(self._graph, stream=device.Stream(model.device), capture_error_mode="thread_local"),
+                device.graph(self._graph, capture_error_mode="thread_local", **where),
             ):
-                self.outputs = model(**inputs)
+                self.outputs = (run or model)(**inputs)
         finally:
             for cache in self._caches:  # a capture computes nothing, nor does one that fails
                 cache.commit()
@@ -135,13 +151,21 @@ def described_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:300]}"
 
 
-def watched(model: Any, inputs: dict[str, Any]) -> tuple[Any, str | None]:
-    """A forward as it is, and why later ones must not be captured: waiting for the device, or more than logits.
+def watched(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Any, str | None]:
+    """A forward as it is, and why later ones must not be captured: waiting for the device, or more than logits."""
+    outputs, waits = waiting(model.device, lambda: model(**inputs))
+    if any(isinstance(value, tuple) for value in outputs.values()) or outputs.get("routed_experts") is not None:
+        return outputs, "hidden states, attention weights, router logits or routed experts were asked for"
+    return outputs, f"the forward waits for the device in {waits[0]}" if waits else None
+
+
+def waiting(place: torch.device, call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What the call returns, and the lines at which it waits for the device.
 
     A capture that breaks off leaves the process's random numbers and memory in the middle of it, so waiting is looked
     for beforehand. transformers' masks do not wait while a graph is captured: they ask.
     """
-    device = torch.get_device_module(model.device)
+    device = torch.get_device_module(place)
     watch = getattr(device, "set_sync_debug_mode", None)
     thread = threading.get_ident()
     caught: list[tuple[int, Any, Any, str, int]] = []
@@ -154,7 +178,7 @@ def watched(model: Any, inputs: dict[str, Any]) -> tuple[Any, str | None]:
         try:
             if watch is not None:
                 watch("warn")
-            outputs = model(**inputs)
+            result = call()
         finally:
             if watch is not None:
                 watch(before)
@@ -166,10 +190,7 @@ def watched(model: Any, inputs: dict[str, Any]) -> tuple[Any, str | None]:
             warnings.warn_explicit(message, category, filename, lineno)
         elif source == thread and Path(filename).name != "masking_utils.py":
             waits.append(f"{filename}, line {lineno}")
-    named = outputs if isinstance(outputs, dict) else {}
-    if any(isinstance(value, tuple) for value in named.values()) or named.get("routed_experts") is not None:
-        return outputs, "hidden states, attention weights, router logits or routed experts were asked for"
-    return outputs, f"the forward waits for the device in {waits[0]}" if waits else None
+    return result, waits
 
 
 class DecodingStep:
@@ -520,6 +541,12 @@ class CapturedSteps:
         return type(outputs)(**{**outputs, self.name: self.cache})
 
 
+def capturable(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a hook of which a graph repeats all that it does: operations on tensors that stay where they are."""
+    hook.is_capturable = True  # type: ignore[attr-defined]
+    return hook
+
+
 # What every module has that says nothing of its forward, where it has no hooks; and settings of the loop around it.
 _NOT_COMPUTATION = {*vars(torch.nn.Module()), "generation_config"} - {"training", "_parameters", "_buffers", "_modules"}
 
@@ -538,13 +565,17 @@ def examined(model: PreTrainedModel) -> tuple[list, str | None]:
     reason = None
     for name, module in model.named_modules():
         own = {key: x for key, x in vars(module).items() if key not in _NOT_COMPUTATION}
-        if module._forward_hooks or module._forward_pre_hooks or {"forward", "_compiled_call_impl"} & own.keys():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        # What accelerate puts around a model is autocast and a cast of the results, which a graph repeats.
+        replaced = {"forward", "_compiled_call_impl"} & own.keys() and (name or "_original_forward" not in own)
+        if replaced or not all(getattr(hook, "is_capturable", False) for hook in hooks):
             reason = f"{name or 'the model'} has a hook, or a forward of its own, which a graph would not call"
         tensors = [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
         devices.update(x.device for x in tensors)
         if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors):
             reason = f"{name or 'the model'} holds tensors of a special kind"
-        computation.append((id(module), type(module), [(key, _plain(x)) for key, x in own.items()]))
+        values = [(key, _plain(x)) for key, x in own.items()]
+        computation.append((id(module), type(module), values, list(map(id, hooks))))
     if _has_any_global_hook():
         reason = "a hook of all modules is set, which a graph would not call"
     if len(devices) > 1:

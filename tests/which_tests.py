@@ -211,6 +211,7 @@ TESTS = {
     "speculative/training.py": ("speculative/test_speculative.py",),
     "training/__init__.py": ("training/test_muon.py", "training/test_lora.py"),
     "training/balancing.py": (DEFAULTS, "training/test_balancing.py"),
+    "training/captured.py": ("training/test_captured_training.py",),
     "training/commands.py": (CLI, TEXT_RUNS),
     "training/lora.py": (
         DEFAULTS, "training/test_lora.py", "training/test_trl.py", "conversion/test_conversion_adapters.py",

@@ -1,9 +1,11 @@
-"""Training tools for any loop or `Trainer`: router balance, Muon, LoRA, quantisation-aware training, a loss."""
+"""Training tools for any loop or `Trainer`: router balance, Muon, LoRA, quantisation-aware training, a loss, captured
+steps."""
 
 import importlib
 
 from ..kernels.cross_entropy import chunked_cross_entropy
 from .balancing import QuantileBalancer, QuantileBalancerCallback
+from .captured import CapturedStep
 from .muon import PerHeadMuon, QKClip, muon_groups
 from .qat import finish_qat, start_qat
 
@@ -15,6 +17,7 @@ _OPTIONAL = {
 }
 
 __all__ = [
+    "CapturedStep",
     "PerHeadMuon",
     "QKClip",
     "QuantileBalancer",

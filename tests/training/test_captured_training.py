@@ -1,0 +1,154 @@
+"""Captured training steps: losses, gradients and weights of them without a graph; on a GPU for real.
+
+Without a GPU a graph is a stand-in that runs the captured function again on the very tensors it was captured with, and
+writes losses and new gradients to where they were after the first run, as a replay does.
+"""
+
+import pytest
+import torch
+
+import tiny
+from kimi_k3.training import CapturedStep, captured
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+# Kernels of a GPU that count the tokens of experts on the device take bfloat16 alone.
+DTYPES = {"dense": torch.float32, "moe": torch.bfloat16 if ON_GPU else torch.float32}
+MODELS = {"dense": tiny.DENSE, "moe": {}}
+
+
+class StandIn:
+    """A graph that is run in Python; a capture computes nothing."""
+
+    state = ()  # tensors that the captured function writes, beside gradients
+
+    def __init__(self, model, inputs, run, memory):
+        self._model, self._inputs, self._run = model, inputs, run
+        self.parameters = [x for x in model.parameters() if x.requires_grad]
+        self.before = [x.grad for x in self.parameters]
+        kept = [x for x in (*self.state, *self.before) if x is not None]
+        values = [x.clone() for x in kept]
+        self.outputs = run(**inputs).fill_(torch.nan)
+        self.after = [x.grad for x in self.parameters]
+        for grad, was in zip(self.after, self.before, strict=True):
+            if grad is not was:
+                grad.fill_(torch.nan)
+        for x, value in zip(kept, values, strict=True):
+            x.copy_(value)
+
+    def replay(self):
+        held = [x.grad for x in self.parameters]
+        for x, grad in zip(self.parameters, self.before, strict=True):
+            x.grad = grad
+        loss = self._run(**self._inputs)
+        self.outputs.copy_(loss)
+        for x, into, grad in zip(self.parameters, self.after, held, strict=True):
+            if into is not None and x.grad is not into:
+                into.copy_(x.grad)
+            x.grad = grad
+
+
+class Captures:
+    """Counts captures and replays."""
+
+    def __init__(self, monkeypatch):
+        self.captured, self.replayed = 0, 0
+        graph = captured.Graph if ON_GPU else StandIn
+
+        class Counted(graph):
+            def __init__(counted, *arguments):
+                super().__init__(*arguments)
+                self.captured += 1
+
+            def replay(counted):
+                super().replay()
+                self.replayed += 1
+
+        monkeypatch.setattr(captured, "Graph", Counted)
+        if not ON_GPU:
+            monkeypatch.setattr(captured, "has_graphs", lambda device: True)
+            monkeypatch.setattr(captured, "GraphMemory", lambda device: None)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    return Captures(monkeypatch)
+
+
+def build(kind="dense", **changes):
+    few = {"num_experts": 4, "num_experts_per_token": 2}
+    model = tiny.model("kmk", 0, **few | MODELS[kind] | changes)
+    return model.to(DEVICE, DTYPES[kind]).train()
+
+
+def tokens(rows=2, length=24, seed=0):
+    return torch.randint(3, tiny.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Plain:
+    """A loop without graphs, on a model of its own."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, **batch):
+        batch = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+        loss = self.model(use_cache=False, **batch).loss
+        loss.backward()
+        return loss.detach()
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def trained(model, step, batches, micro=1, observe=lambda at: None):
+    """Losses of every call and, after every `micro` calls, a step at a learning rate of its own."""
+    optimizer, losses = optimizer_of(model), []
+    for at, batch in enumerate(batches, start=1):
+        losses.append(step(**batch))
+        if at % micro == 0:
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / at
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        observe(at)
+    return torch.stack(losses), model.state_dict()
+
+
+def assert_same(got, expected):
+    """To the bit: the same kernels on the same values."""
+    assert torch.equal(got[0], expected[0]) and got[0].isfinite().all()
+    for name, x in expected[1].items():
+        assert torch.equal(got[1][name], x), name
+
+
+def messages(caplog):
+    return [record.message for record in caplog.records if "without a CUDA graph" in record.message]
+
+
+def plain_batches(count, **shape):
+    return [{"input_ids": ids, "labels": ids} for ids in (tokens(seed=seed, **shape) for seed in range(count))]
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("kind", MODELS)
+def test_losses_and_weights_are_those_without_graphs(captures, kind, micro):
+    """Over steps of other texts and learning rates, with gradients that add up over calls."""
+    batches, (model, other) = plain_batches(8), (build(kind), build(kind))
+    assert_same(trained(model, CapturedStep(model), batches, micro), trained(other, Plain(other), batches, micro))
+    # of eight calls the first of a kind runs as it is, and those that add to gradients that no graph wrote
+    assert (captures.captured, captures.replayed) == ((1, 7) if micro == 1 else (2, 5))
+
+
+def test_batches_of_several_shapes_write_to_the_same_gradients(captures):
+    """The first graph brings the gradients; graphs of other shapes write to these, and add to what others wrote."""
+    few, many = plain_batches(8), plain_batches(8, rows=1, length=31)
+    batches = [few[0], many[0], few[1], many[1], few[2], many[2], few[3], many[3], many[4], few[4], many[5], few[5]]
+    model, other = build(), build()
+    for micro in (1, 2):
+        step = CapturedStep(model)
+        assert_same(trained(model, step, batches, micro), trained(other, Plain(other), batches, micro))
+    # for micro 2 one of each shape that begins, and one that adds: the other comes to gradients of a graph only once
+    assert captures.captured == 2 + 3
