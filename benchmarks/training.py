@@ -1,6 +1,7 @@
 """Training steps of a 0.5B dense and a 1.5B MoE model beside transformers' native `kimi_linear`, with the same weights.
 
     python benchmarks/training.py [--only dense] [--no-peer] [--out benchmarks/results/training.jsonl]
+    python benchmarks/training.py --captured [--only MoE]    # a captured step beside the same step as it is
     python benchmarks/training.py --tiny --device cpu        # the same code on models of a few layers; writes nothing
 
 Kimi-Linear's layers (3 KDA, 1 MLA, no mix over depth, no latent experts, no low-rank query), which both classes have;
@@ -11,6 +12,11 @@ take turns in one process, four steps in a row each, without waiting for the GPU
 does not log every step; medians of CUDA events. Memory is the most that is allocated in a step, weights,
 gradients and optimizer state included, without the other model's. The roofline is 6 operations a token and weight used
 over the rate of a large matrix product; recomputation is not counted. Every line has both losses of the first step.
+
+With `--captured` both sides are this package's, ours with forward and backward as a CUDA graph (`CapturedStep`). Lines
+then say which share of a step the GPU works, its kernels' times as a profiler sees them over the step's own without
+one, how many kernels that are, whether the losses of the first steps are equal to the bit, what a capture takes and the
+memory that a graph keeps.
 """
 
 import argparse
@@ -31,9 +37,10 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent))
 
 import kimi_k3
+from kimi_k3.training import CapturedStep
 
 RESULTS = Path(__file__).parent / "results" / "training.jsonl"
-LENGTH, TURNS, WARMUP, IN_A_ROW = 8192, 5, 1, 4
+LENGTH, TURNS, WARMUP, IN_A_ROW, PROFILED = 8192, 5, 1, 4, 3
 LAYERS = {"full_attn_layers": [4, 8, 12, 16], "kda_layers": [i for i in range(1, 17) if i % 4], "head_dim": 128}
 SHARED = {
     "vocab_size": 32768, "num_hidden_layers": 16, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
@@ -108,12 +115,16 @@ class Side:
         else:
             self.model.gradient_checkpointing_disable()
 
-    def step(self):
+    def backward(self):
         loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
         loss.backward()
+        return loss.detach()
+
+    def step(self):
+        loss = self.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss
 
     def milliseconds(self):
         """Of a step, several in a row."""
@@ -143,6 +154,20 @@ class Side:
         self.step()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - others
+
+
+class CapturedSide(Side):
+    """The same with forward and backward as a graph."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.captured = CapturedStep(self.model)
+
+    def backward(self):
+        return self.captured(input_ids=self.ids, labels=self.ids)
+
+
+STEPS = {"ours": CapturedSide, "peer": Side}
 
 
 def native():
@@ -201,10 +226,62 @@ def cases(name, config, options, wanted):
         torch.cuda.empty_cache()
 
 
+def gpu_ms(side):
+    """Milliseconds that the GPU works in a step, and kernels and copies of one, as a profiler sees them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(PROFILED):
+            side.step()
+        torch.cuda.synchronize()
+    work = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.device_time_total for event in work) / 1e3 / PROFILED, len(work) // PROFILED
+
+
+def first_steps(side):
+    """Losses of the first three steps, seconds of the second, and bytes that the process keeps more after it."""
+    losses, on_gpu = [side.step().item()], side.device == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+    before, started = torch.cuda.memory_reserved() if on_gpu else 0, time.perf_counter()
+    losses.append(side.step().item())
+    seconds = time.perf_counter() - started
+    if on_gpu:
+        torch.cuda.empty_cache()
+    kept = torch.cuda.memory_reserved() - before if on_gpu else 0
+    return [*losses, side.step().item()], seconds, kept
+
+
+def captured_cases(name, config, options, wanted):
+    """Yields (case, captured ms, eager ms, roofline ms, extra fields)."""
+    case = f"captured step, {name} T={options.length}"
+    if not wanted(case):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        total, used = write_model(config, folder, options.device)
+        sides = {kind: side(kimi_k3.KimiK3ForCausalLM, folder, options) for kind, side in STEPS.items()}
+    losses, seconds, kept = zip(*map(first_steps, sides.values()), strict=True)
+    extra = {"parameters": total, "parameters_used": round(used), "losses_are_equal": losses[0] == losses[1]}
+    extra |= {"ours_first_loss": round(losses[0][0], 4), "capture_s": round(seconds[0], 2), "graph_bytes": kept[0]}
+    times = {who: [] for who in sides}
+    for turn in range(WARMUP + options.turns):
+        for who, side in sides.items():
+            elapsed = side.milliseconds()
+            if turn >= WARMUP:
+                times[who].append(elapsed)
+    ms = {who: statistics.median(found) for who, found in times.items()}
+    for who, side in sides.items():
+        extra[f"{who}_tokens_per_s"] = round(1e3 * options.length / ms[who])
+        if side.device == "cuda":
+            working, kernels = gpu_ms(side)
+            extra |= {f"{who}_gpu_share": round(working / ms[who], 3), f"{who}_kernels": kernels}
+    least = 6 * used * options.length / options.flops if options.flops else 0.0
+    yield case, ms["ours"], ms["peer"], least, extra
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="time this package alone")
+    parser.add_argument("--captured", action="store_true", help="time a captured step beside the same as it is")
     parser.add_argument("--tiny", action="store_true", help="four layers of width 64, 256 tokens; nothing is written")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens (default: %(default)s)")
@@ -228,14 +305,16 @@ def main():
         options.flops = None
         shared = {"gpu": None, "versions": f"torch {torch.__version__}", "date": datetime.date.today().isoformat()}
     shared["versions"] += f", transformers {transformers.__version__}"
-    whose = f"transformers kimi_linear ({native_kernels()})" if options.peer else None
+    run, whose = cases, f"transformers kimi_linear ({native_kernels()})" if options.peer else None
+    if options.captured:
+        run, whose, options.peer = captured_cases, "the same step as it is", False
     if options.peer and importlib.util.find_spec("fla"):
         shared["versions"] += f", fla {importlib.import_module('fla').__version__}"
     print(json.dumps(shared), flush=True)
     options.out.parent.mkdir(exist_ok=True)
     for name, config in MODELS.items():
         config = tiny(config) if options.tiny else config
-        for case, ours, peer, least, extra in cases(name, config, options, lambda text: options.only in text):
+        for case, ours, peer, least, extra in run(name, config, options, lambda text: options.only in text):
             record(options.out, case, ours, whose, peer, least, extra, shared, digits=2)
 
 
