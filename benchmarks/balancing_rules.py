@@ -36,7 +36,8 @@ class LoadRecorder(RouterRecorder):
         super().__init__(model)
         self.loads = torch.zeros(len(self.routers), self.num_experts)
 
-    def record(self, index, scores):
+    def record(self, index, scores, counted):
+        scores = scores if counted is None else scores[counted]
         chosen = (scores + self.routers[index].e_score_correction_bias).topk(self.top_k, dim=-1).indices
         self.loads[index] += torch.bincount(chosen.flatten(), minlength=self.num_experts)
 

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..graph_kimi_k3 import capturable
 from ..kernels.router import expert_scores
 
 logger = logging.get_logger(__name__)
@@ -32,7 +33,12 @@ class RouterRecorder:
 
     Args:
         model: a Kimi K3 model, or anything that holds one.
+
+    Attributes:
+        is_capturable: of the class, whether all that `record` does are operations on tensors that stay where they are.
     """
+
+    is_capturable = False
 
     def __init__(self, model: nn.Module):
         # Recognised by their attributes and not by class: a folder's remote code is a second copy of the class.
@@ -67,15 +73,15 @@ class RouterRecorder:
         """From here on this router runs in MoE layer number `index`."""
         self.routers[index] = router
 
-    def record(self, index: int, scores: torch.Tensor) -> None:
-        """Take in the scores [T, E] of MoE layer number `index`."""
+    def record(self, index: int, scores: torch.Tensor, counted: torch.Tensor | None) -> None:
+        """Take in the scores [T, E] of MoE layer number `index`, where `counted` [T] is True; None: all of them."""
         raise NotImplementedError
 
     def _notice(self, index):
         def hook(router, args, output):
             self._ran[index] = router
 
-        return hook
+        return capturable(hook)
 
     def _hook(self, index):
         @torch.no_grad()
@@ -87,11 +93,12 @@ class RouterRecorder:
                 return
             if self._ran[index] is not self.routers[index]:
                 self.take(index, self._ran[index])
-            logits, real = output[3], getattr(kwargs.get("packing"), "order", None)
-            activation = self.routers[index].activation
-            self.record(index, expert_scores(logits if real is None else logits[real], activation))
+            logits, packing = output[3], kwargs.get("packing")
+            real, padding = getattr(packing, "order", None), getattr(packing, "padding", None)
+            scores = expert_scores(logits if real is None else logits[real], self.routers[index].activation)
+            self.record(index, scores, None if padding is None else ~padding.flatten())
 
-        return hook
+        return capturable(hook) if self.is_capturable else hook
 
 
 def _routers(layer: nn.Module) -> list[nn.Module]:
@@ -110,6 +117,8 @@ class QuantileBalancer(RouterRecorder):
         model: a Kimi K3 model, or anything that holds one.
         ema: share of the old bias that a step keeps, in [0, 1); 0 is the published rule.
     """
+
+    is_capturable = True
 
     def __init__(self, model: nn.Module, ema: float = 0.0):
         if not 0 <= ema < 1:
@@ -136,7 +145,7 @@ class QuantileBalancer(RouterRecorder):
         super().take(index, router)
         self._counts[index].zero_()
 
-    def record(self, index: int, scores: torch.Tensor) -> None:
+    def record(self, index: int, scores: torch.Tensor, counted: torch.Tensor | None) -> None:
         bias = self.routers[index].e_score_correction_bias.to(scores.dtype)
         best = (scores + bias).topk(self.top_k + 1, dim=-1)
         low, width = _bins(bias)
@@ -145,10 +154,11 @@ class QuantileBalancer(RouterRecorder):
         # reported by the caller's own check of the loss
         bins = ((margins - low) / width).floor_().long().clamp_(0, BINS - 1).T
         counts = self._counts[index]
-        one = counts.new_ones(())
-        counts.scatter_add_(1, bins.to(counts.device), one.expand(bins.shape))
-        chosen = best.indices[:, : self.top_k].flatten().to(counts.device)
-        counts[:, BINS] += torch.bincount(chosen, minlength=self.num_experts).int()
+        ones = counts.new_ones(len(scores)) if counted is None else counted.to(counts)
+        counts.scatter_add_(1, bins.to(counts.device), ones.expand(bins.shape))
+        # not by `bincount`, for which the host waits
+        chosen = best.indices[:, : self.top_k].T.to(counts.device)
+        counts[:, BINS].scatter_add_(0, chosen.flatten(), ones.repeat(self.top_k))
 
     @torch.no_grad()
     def step(self) -> torch.Tensor:
@@ -162,36 +172,40 @@ class QuantileBalancer(RouterRecorder):
         """
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self._counts)
-        histograms, loads = self._counts[..., :BINS], self._counts[..., BINS]
-        if not loads.any():
+        loads = self._counts[..., BINS]
+        worst = (loads.amax(-1) / loads.double().mean(-1)).float().cpu()
+        if worst.isnan().all():
             raise RuntimeError("no training forward was recorded since the last step: is the model in training mode?")
-        for router, histogram in zip(self.routers, histograms, strict=True):
-            bias = router.e_score_correction_bias
-            moved = self._quantiles(histogram.to(bias.device), bias)
-            moved = moved - moved.mean()
-            bias.copy_(self.ema * bias + (1 - self.ema) * moved)
-        worst = loads.amax(-1) / loads.double().mean(-1)
+        biases = torch.stack([router.e_score_correction_bias.to(loads.device) for router in self.routers])
+        moved = self._quantiles(self._counts[..., :BINS], biases)
+        moved = moved - moved.mean(-1, keepdim=True)
+        for router, bias in zip(self.routers, self.ema * biases + (1 - self.ema) * moved, strict=True):
+            router.e_score_correction_bias.copy_(bias)
         self._counts.zero_()
-        return worst.float().cpu()
+        return worst
 
-    def _quantiles(self, histogram: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """The (k / E)-quantile [E] of every expert's margins, from their histogram [E, BINS], linear within a bin."""
-        low, width = _bins(bias)
-        cumulative = histogram.cumsum(-1, dtype=torch.int64)
-        tokens = int(cumulative[0, -1])
-        target = tokens * self.top_k / self.num_experts
-        reached = -(-tokens * self.top_k // self.num_experts)
+    def _quantiles(self, histograms: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:
+        """The (k / E)-quantiles [layers, E] of every expert's margins, linear within a bin.
+
+        Args:
+            histograms: [layers, E, BINS] of the margins.
+            biases: [layers, E], under which they were counted.
+        """
+        low, width = _bins(biases)
+        cumulative = histograms.cumsum(-1, dtype=torch.int64)
+        routes = cumulative[:, :1, -1:] * self.top_k  # [layers, 1, 1]
+        reached = -(-routes).div(self.num_experts, rounding_mode="floor")
         index = (cumulative < reached).sum(-1, keepdim=True)  # the first bin in which the count reaches the target
-        inside = histogram.gather(-1, index).double()
+        inside = histograms.gather(-1, index).double()
         before = cumulative.gather(-1, index) - inside
-        share = ((target - before) / inside).clamp(0, 1)
-        return (low.double() + (index + share) * width.double())[:, 0]
+        share = ((routes.double() / self.num_experts - before) / inside).clamp(0, 1)
+        return low.double() + (index + share)[..., 0] * width.double()
 
 
 def _bins(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lower end and width of the bins: a cutoff lies in [min b, max b + 1], a score in [0, 1]."""
+    """Lower end and width of the bins [..., 1]: a cutoff lies in [min b, max b + 1], a score in [0, 1]."""
     bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
-    low, high = bias.min() - 1, bias.max() + 1
+    low, high = bias.amin(-1, keepdim=True) - 1, bias.amax(-1, keepdim=True) + 1
     return low, (high - low) / BINS
 
 
