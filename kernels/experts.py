@@ -204,7 +204,7 @@ def sorted_experts(
 
     Args:
         x, expert_ids, expert_weights, activation: as there.
-        gate_up: [E, 2M, D], gate rows first, of the dtype of `x`.
+        gate_up: [E, 2M, D], gate rows first, of the dtype of `x`; under autocast each is rounded to its dtype.
         down: [E, D, M].
         dtype: of the result; None: that of `x`.
 
@@ -212,6 +212,9 @@ def sorted_experts(
         [T, D], rounded once from a float32 sum in the order of `expert_ids`.
     """
     dtype = x.dtype if dtype is None else dtype
+    if torch.is_autocast_enabled(x.device.type):
+        products = torch.get_autocast_dtype(x.device.type)
+        x, gate_up, down = (norms.cast(each, products) for each in (x, gate_up, down))
     # A GPU sorts by digits: a quarter of an int64's passes.
     flat_ids = expert_ids.flatten().to(torch.int16 if len(gate_up) < 2**15 else torch.int32)
     sorted_ids, order = flat_ids.sort(stable=True)
@@ -323,7 +326,12 @@ def _in_kernels(x, expert_ids, expert_weights, gate_up, down, scales, beta, line
 
 def groups_on_device(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
     """Whether torch's grouped matrix product, which keeps the counts on the device, takes these on a GPU."""
-    if not (x.is_cuda and x.dtype == gate_up.dtype == down.dtype == torch.bfloat16):
+    if not x.is_cuda:
+        return False
+    types = {x.dtype, gate_up.dtype, down.dtype}
+    if torch.is_autocast_enabled("cuda") and types <= {torch.float32, torch.bfloat16}:
+        types = {torch.get_autocast_dtype("cuda")}
+    if types != {torch.bfloat16}:
         return False
     aligned = all(size % 8 == 0 for size in (*gate_up.shape[1:], *down.shape[1:]))
     return aligned and hasattr(F, "grouped_mm")

@@ -1,6 +1,7 @@
 """The other reference operations: short convolution, depth mix, gated activations, MXFP4, routing, grouped experts."""
 
 import copy
+import functools
 import math
 import pickle
 from types import SimpleNamespace
@@ -464,8 +465,42 @@ def test_when_the_groups_of_experts_stay_on_the_device(monkeypatch):
     assert not any(asked(**{name: torch.float32}) for name in ("x", "gate_up", "down"))
     assert not asked(torch.float16, torch.float16, torch.float16)
     assert not any(asked(**{name: 44}) for name in ("rows", "hidden", "width"))
+    for autocast, takes in ((torch.bfloat16, True), (torch.float16, False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+            patch.setattr(torch, "get_autocast_dtype", lambda device, autocast=autocast: autocast)
+            assert asked(torch.float32, torch.float32, torch.float32) == asked(gate_up=torch.float32) == takes
+            assert not asked(torch.float64, torch.float64, torch.float64)
     monkeypatch.delattr(F, "grouped_mm")
     assert not asked()
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped matrix product")
+def test_sorted_experts_compute_in_the_dtype_of_autocast():
+    """To the bit what rounded tensors give, gradients in float32; the reference rounds at the same places."""
+    torch.manual_seed(0)
+    x, gate_up, down = torch.randn(40, 32), torch.randn(4, 48, 32) / 6, torch.randn(4, 32, 24) / 5
+    ids, weights = torch.rand(40, 4).topk(2).indices, torch.rand(40, 2)
+    activation = functools.partial(situ.swiglu, up=None)
+
+    def run(function, *tensors):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        out = function(*leaves)
+        assert out.dtype == torch.float32
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    def sorted_experts(x, gate_up, down):
+        return experts.sorted_experts(x, ids, weights, gate_up, down, activation, torch.float32)
+
+    def reference(x, gate_up, down):
+        return experts.grouped_experts(x, ids, weights, 4, lambda e: (gate_up[e], down[e]), activation)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        got, expected = run(sorted_experts, x, gate_up, down), run(reference, x, gate_up, down)
+    rounded = run(sorted_experts, *(tensor.bfloat16() for tensor in (x, gate_up, down)))
+    for own, same, other in zip(got, rounded, expected, strict=True):
+        assert torch.equal(own, same.float()) and own.dtype == torch.float32
+        assert (own - other).norm() / other.norm() < 2**-7  # sums of bfloat16 in other orders
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped matrix product")
