@@ -377,6 +377,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         routed_experts: torch.Tensor | None = None,
         cache: HybridCache | None = None,
         context: Any = None,
+        packing: Packing | None = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
         """
@@ -387,6 +388,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
             position_ids: [B, T]; the model has no positions, they only show where packed documents start.
             cache, past_key_values: two names of one argument.
             context: reaches the tokens of these rows on other processes; `context_parallel` passes it.
+            packing: where documents and padding lie, in place of `attention_mask` and `position_ids`, of which the
+                host reads values: `fixed_packing` makes one of a shape.
             commit (in kwargs): whether the tokens count as fed when this returns; a model with a head behind it passes
                 False, and commits the cache itself.
             output_routed_experts: whether the result has `routed_experts` [B, T, MoE layers, experts a token] int64.
@@ -403,7 +406,10 @@ class KimiK3Model(KimiK3PreTrainedModel):
         layers = self.layers[: self.config.num_hidden_layers]  # lowered while a draft exits early
         wants_routers = bool(output_routed_experts or output_router_logits)
         routed_experts = checked_routing(routed_experts, wants_routers, embeds, layers, self.config)
-        packing = find_packing(attention_mask, position_ids, packed_offsets(kwargs), embeds, cache)
+        if packing is None:
+            packing = find_packing(attention_mask, position_ids, packed_offsets(kwargs), embeds, cache)
+        elif attention_mask is not None or position_ids is not None:
+            raise ValueError("packing says what attention_mask and position_ids say: leave them out")
         cache = self._cache_to_fill(cache, packing, embeds, use_cache)
         if cache is not None:
             is_linear = [layer.is_linear for layer in self.layers]

@@ -24,33 +24,39 @@ class Packing:
     Only made when some column is padding or a row holds several documents; a plain batch has none.
 
     Attributes:
-        order: [n] flat indices of the real tokens, sequence after sequence.
+        order: [n] flat indices of the real tokens, sequence after sequence; None for all columns as they lie.
         cu_seqlens: [N + 1] offsets of the sequences inside `order`; a row of padding alone is a sequence of length 0.
         documents: [B, T] number of the document of every column, None when each row is one document.
+        padding: [B, T] True for columns that only fill up a shape (`fixed_packing`): they are computed, as documents of
+            their own, and mean nothing. None where there are none.
     """
 
-    order: torch.Tensor
+    order: torch.Tensor | None
     cu_seqlens: torch.Tensor
     documents: torch.Tensor | None
+    padding: torch.Tensor | None = None
 
     @functools.cached_property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return int(self.cu_seqlens.diff().max())
+        """Tokens of the longest sequence; of a fixed shape, as many as there could be."""
+        return int(self.cu_seqlens.diff().max()) if self.padding is None else self.padding.numel()
 
     def to(self, device: torch.device | str) -> "Packing":
         """The packing for a layer on `device`; the hooks that join several devices call it, as they do for tensors."""
-        if self.order.device == torch.device(device):
+        if self.cu_seqlens.device == torch.device(device):
             return self
-        documents = None if self.documents is None else self.documents.to(device)
-        return Packing(self.order.to(device), self.cu_seqlens.to(device), documents)
+        tensors = self.order, self.cu_seqlens, self.documents, self.padding
+        return Packing(*(None if x is None else x.to(device) for x in tensors))
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, D] -> [1, n, D]"""
-        return x.flatten(0, 1)[self.order][None]
+        flat = x.flatten(0, 1)
+        return (flat if self.order is None else flat[self.order])[None]
 
     def put_back(self, x: torch.Tensor, batch: int, length: int) -> torch.Tensor:
         """[1, n, D] -> [B, T, D], zeros at the padding"""
+        if self.order is None:
+            return x.reshape(batch, length, -1)
         flat = x.new_zeros(batch * length, x.shape[-1])
         return flat.index_copy(0, self.order, x[0]).view(batch, length, -1)
 
@@ -109,15 +115,31 @@ def find_packing(
     starts = _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cache)
     if real is None and starts is None:
         return None
-    real = torch.ones(batch, length, dtype=torch.bool, device=device) if real is None else real
-    order = real.flatten().nonzero().flatten()
+    order = None if real is None else real.flatten().nonzero().flatten()
     if starts is None:
         lengths = real.sum(-1)
         documents = None
     else:
         documents = starts.flatten().cumsum(0).view(batch, length)
-        lengths = torch.bincount(documents.flatten()[order], minlength=int(documents[-1, -1]) + 1)[1:]
+        numbers = documents.flatten() if order is None else documents.flatten()[order]
+        lengths = torch.bincount(numbers, minlength=int(documents[-1, -1]) + 1)[1:]
     return Packing(order, F.pad(lengths.cumsum(0), (1, 0)), documents)
+
+
+def fixed_packing(lengths: torch.Tensor, columns: int, sequences: int) -> Packing:
+    """The packing of one row of documents end to end, in shapes that do not depend on them: steps on it can be
+    captured. What is left of the row is one more document, of padding.
+
+    Args:
+        lengths: [n] tokens of the documents, on the CPU.
+        columns: T of the row.
+        sequences: N of `cu_seqlens`, more than n; those without a document are empty.
+    """
+    offsets = torch.full((sequences + 1,), columns)
+    offsets[0], offsets[1 : len(lengths) + 1] = 0, lengths.cumsum(0)
+    places = torch.arange(columns)[None]
+    documents = torch.searchsorted(offsets[1 : len(lengths) + 1].contiguous(), places, right=True)
+    return Packing(None, offsets, documents, documents == len(lengths))
 
 
 def causal_mask(

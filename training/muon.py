@@ -23,6 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ..graph_kimi_k3 import capturable
+
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 MOST_AT_ONCE = 2**24  # elements of parameters whose steps are computed together: bounds the extra memory
@@ -249,7 +251,7 @@ class QKClip:
         seen = {}
 
         def keep(name):
-            return lambda module, args, output: seen.__setitem__(name, output.detach())
+            return capturable(lambda module, args, output: seen.__setitem__(name, output.detach()))
 
         @torch.no_grad()
         def measure(module, args, kwargs, output):
@@ -268,7 +270,7 @@ class QKClip:
             _query_projection(layer).register_forward_hook(keep("query")),
             layer.kv_a_proj_with_mqa.register_forward_hook(keep("latent")),
             layer.kv_b_proj.register_forward_hook(keep("key_value")),
-            layer.register_forward_hook(measure, with_kwargs=True),
+            layer.register_forward_hook(capturable(measure), with_kwargs=True),
         ]
 
     def _largest_logits(self, layer, query, latent, key_value, sequence):
@@ -326,10 +328,13 @@ def _sequences(packing, given, computed):
     """
     if packing is None:
         return None
-    numbers = torch.repeat_interleave(packing.cu_seqlens.diff())
-    if given == computed:
-        return numbers.new_full((given.numel(),), -1).index_copy(0, packing.order, numbers).view(given)
-    return numbers[None]
+    tokens = given.numel() if packing.order is None else len(packing.order)
+    numbers = torch.repeat_interleave(packing.cu_seqlens.diff(), output_size=tokens)
+    if packing.padding is not None:
+        numbers = numbers.masked_fill(packing.padding.flatten(), -1)
+    if given == computed and packing.order is not None:
+        numbers = numbers.new_full((given.numel(),), -1).index_copy(0, packing.order, numbers)
+    return numbers.view(computed)
 
 
 def _query_projection(layer: nn.Module) -> nn.Module:

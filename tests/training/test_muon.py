@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tiny
 from kimi_k3 import CACHE_ARGUMENT, KimiK3ForCausalLM
+from kimi_k3.packing_kimi_k3 import fixed_packing
 from kimi_k3.training import PerHeadMuon, QKClip, muon_groups
 from kimi_k3.training.qat import mxfp4
 
@@ -268,7 +269,7 @@ def like_flash(module, query, key, value, mask, scaling, cu_seq_lens_q=None, **k
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
-@pytest.mark.parametrize("kind", ["plain", "padded", "packed", "with a cache"])
+@pytest.mark.parametrize("kind", ["plain", "padded", "packed", "filled", "with a cache"])
 def test_qk_clip_measures_the_pairs_that_attend(model, kind, implementation, monkeypatch):
     with torch.no_grad():
         for index in (3, 6):
@@ -278,6 +279,7 @@ def test_qk_clip_measures_the_pairs_that_attend(model, kind, implementation, mon
         "plain": {"input_ids": ids},
         "padded": {"input_ids": ids, "attention_mask": torch.tensor([[0] * 5 + [1] * 15, [1] * 20])},
         "packed": {"input_ids": ids, "position_ids": torch.cat([torch.arange(7), torch.arange(13)]).expand(2, -1)},
+        "filled": {"input_ids": tokens(1, 40), "packing": fixed_packing(torch.tensor([7, 9]), 40, 8)},
         "with a cache": {"input_ids": ids, "attention_mask": torch.tensor([[1] * 15 + [0] * 5, [1] * 20])},
     }[kind]
     if implementation == "eager":
@@ -288,6 +290,8 @@ def test_qk_clip_measures_the_pairs_that_attend(model, kind, implementation, mon
         attends = weights > 0
         if kind == "padded":
             attends[0, :, :5] = False  # a row of padding attends anywhere and is read by nobody
+        elif kind == "filled":
+            attends[0, :, 16:] = False
         elif kind == "with a cache":
             attends[0, :, 15:] = False
         expected.append(logits.masked_fill(~attends, -torch.inf).amax(dim=(0, 2, 3)))
