@@ -7,6 +7,7 @@ the GPU is still busy with the graph, so they need no form that could be capture
 
 import collections
 import dataclasses
+import functools
 import logging
 import operator
 from collections.abc import Callable
@@ -72,7 +73,7 @@ class CapturedStep:
     """
 
     def __init__(self, model: Any, run: Callable[..., torch.Tensor] | None = None):
-        self.model, self.run = model, run or self._forward_and_backward
+        self.model, self.run = model, run or functools.partial(_forward_and_backward, model)
         self._reasons: set[str] = set()  # that were logged
         # What was examined last, and what came out.
         self._process: tuple | None = None
@@ -89,10 +90,14 @@ class CapturedStep:
         self._grads: list[torch.Tensor | None] | None = None  # of the parameters, where graphs write
         self._memory: GraphMemory | None = None
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether the model's device has graphs."""
+        return has_graphs(self.model.device)
+
     def __call__(self, **batch: Any) -> torch.Tensor:
         """The loss, detached. Tensors may lie on the CPU."""
-        place = self.model.device
-        if not has_graphs(place):
+        if not self.has_graphs:
             return self._as_it_is(batch)
         batch = without_needless(batch)
         self._examine()
@@ -115,11 +120,6 @@ class CapturedStep:
         if kind.is_refused or (kind.graph is None and not self._capture(kind, tensors, parameters)):
             return self._as_it_is(batch)
         return self._replay(kind, tensors, parameters)
-
-    def _forward_and_backward(self, **batch: Any) -> torch.Tensor:
-        loss = self.model(**{"use_cache": False, **batch}).loss
-        loss.backward()
-        return loss
 
     def _as_it_is(self, batch: dict[str, Any]) -> torch.Tensor:
         return self.run(**_moved(batch, self.model.device)).detach()
@@ -203,6 +203,12 @@ class CapturedStep:
         if reason not in self._reasons:
             self._reasons.add(reason)
             logger.warning(_WARNING, reason)
+
+
+def _forward_and_backward(model: Any, **batch: Any) -> torch.Tensor:
+    loss = model(**{"use_cache": False, **batch}).loss
+    loss.backward()
+    return loss
 
 
 def _reason(model: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> str | None:

@@ -9,9 +9,11 @@ import contextlib
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from datasets import load_dataset
 
 from ..kernels.cross_entropy import IGNORED
+from ..packing_kimi_k3 import fixed_packing
 
 # file ending -> (builder of `datasets`, its options); the text is in the column `text`
 FORMATS = {
@@ -20,6 +22,7 @@ FORMATS = {
     ".parquet": ("parquet", {}),
 }
 SHUFFLED = 10_000  # documents that are shuffled together
+LENGTHS = 8  # of filled rows, that differ
 
 
 class DataError(ValueError):
@@ -137,3 +140,23 @@ class PackedRows:
             "position_ids": torch.cat([torch.arange(len(document)) for document in documents])[None],
             "targets": torch.cat([part for document in documents for part in (document[1:], end)]),
         }
+
+
+def filled_row(row: dict[str, torch.Tensor], context: int) -> dict[str, torch.Tensor]:
+    """A row of `PackedRows` in one of a few shapes, filled up with padding, so that steps on it can be captured.
+
+    Returns:
+        `input_ids` [1, T] and `targets` [T], and of its packing `cu_seqlens`, `documents` and `padding`.
+    """
+    tokens, starts = row["input_ids"].shape[1], (row["position_ids"][0] == 0).nonzero().flatten()
+    lengths = torch.cat([starts, torch.tensor([tokens])]).diff()
+    steps = -(-context // (64 * LENGTHS)) * 64
+    packing = fixed_packing(lengths, -(-tokens // steps) * steps, max(8, 1 << len(lengths).bit_length()))
+    fill = 0, packing.documents.shape[1] - tokens
+    return {
+        "input_ids": F.pad(row["input_ids"], fill),
+        "targets": F.pad(row["targets"], fill, value=IGNORED),
+        "cu_seqlens": packing.cu_seqlens,
+        "documents": packing.documents,
+        "padding": packing.padding,
+    }

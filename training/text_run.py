@@ -12,6 +12,7 @@ over 1 % of the steps and falls along a cosine (Kimi K3 report, p. 10-11). A run
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -26,10 +27,12 @@ from .. import KimiK3ForCausalLM
 from ..files_kimi_k3 import DamagedFile, file_digest, load_state, save_state, tensors_sum, written_whole
 from ..fingerprint_kimi_k3 import computation_of
 from ..kernels.cross_entropy import IGNORED, chunked_cross_entropy
+from ..packing_kimi_k3 import Packing
 from ..runs_kimi_k3 import changes, lock, postponed_stop, tokenizer_digest
 from .balancing import QuantileBalancer
+from .captured import CapturedStep
 from .muon import PerHeadMuon, QKClip, muon_groups
-from .text_data import DataError, PackedRows
+from .text_data import DataError, PackedRows, filled_row
 
 WARMUP = 0.01
 MAX_GRAD_NORM = 1.0
@@ -88,6 +91,7 @@ class TextTraining:
         except ValueError as error:  # a kind of routing that cannot be balanced
             raise DataError(str(error)) from error
         self.clip = QKClip(model) if "full_attention" in model.config.layer_types else None
+        self.captured = CapturedStep(model, functools.partial(forward_and_backward, model))
         self.step = self.tokens = self.saved_step = 0
         self.state_file, self.log_file = folder / "state.pt", folder / "metrics.jsonl"
         self._lock = lock(folder, DataError)  # until `train` has returned, or nobody holds this object
@@ -147,28 +151,25 @@ class TextTraining:
                     raise stops[0]
 
     def _one_step(self):
-        started, device = time.perf_counter(), self.model.device
+        started = time.perf_counter()
         rate = self.run.rate_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         rows = [self.data.next_row() for _ in range(self.run.rows)]
-        counted = sum(int((row["targets"] != IGNORED).sum()) for row in rows)
-        loss = 0.0
-        for row in rows:
-            row = {name: tensor.to(device) for name, tensor in row.items()}
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-                hidden = self.model.model(row["input_ids"], position_ids=row["position_ids"], use_cache=False)[0]
-                part = chunked_cross_entropy(hidden[0], self.model.lm_head.weight, row["targets"]) / counted
-            part.backward()
-            loss += part.item()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM).item()
+        counted = sum((row["targets"] != IGNORED).sum() for row in rows)
+        filled = [filled_row(row, self.run.context) for row in rows] if self.captured.has_graphs else rows
+        parts = [self.captured(**row, counted=counted) for row in filled]
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        # Read behind the step, so that the device has work while the host waits.
+        *parts, norm = torch.stack([*parts, norm]).tolist()
+        loss = sum(parts)
         if not math.isfinite(loss + norm):
             raise FloatingPointError(
                 f"step {self.step + 1}: the loss is {loss} and the gradient's norm {norm}; the last saved state is "
                 "untouched"
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.tokens += sum(row["input_ids"].numel() for row in rows)
         metrics = {"step": self.step, "loss": loss, "grad_norm": norm, "rate": rate, "tokens": self.tokens}
@@ -228,6 +229,17 @@ class TextTraining:
         self.data.load_state_dict(state["data"])
         self.step, self.tokens = state["step"], state["tokens"]
         self.saved_step = self.step
+
+
+def forward_and_backward(model, input_ids, targets, counted, position_ids=None, **packing) -> torch.Tensor:
+    """A row's part of the loss [], whose gradients it adds to the model's; of a filled row there is its packing."""
+    where = {"packing": Packing(None, **packing)} if packing else {"position_ids": position_ids}
+    device = input_ids.device.type
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+        hidden = model.model(input_ids, use_cache=False, **where)[0]
+        part = chunked_cross_entropy(hidden[0], model.lm_head.weight, targets) / counted
+    part.backward()
+    return part
 
 
 def inputs_of(run: TextRun, model: KimiK3ForCausalLM, tokenizer) -> dict[str, Any]:

@@ -4,11 +4,15 @@ Without a GPU a graph is a stand-in that runs the captured function again on the
 writes losses and new gradients to where they were after the first run, as a replay does.
 """
 
+import json
+
 import pytest
 import torch
 
 import tiny
-from kimi_k3.training import CapturedStep, captured
+from byte_model import byte_tokenizer
+from kimi_k3.training import CapturedStep, QKClip, QuantileBalancer, captured
+from kimi_k3.training.text_run import TextRun, TextTraining
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -152,3 +156,42 @@ def test_batches_of_several_shapes_write_to_the_same_gradients(captures):
         assert_same(trained(model, step, batches, micro), trained(other, Plain(other), batches, micro))
     # for micro 2 one of each shape that begins, and one that adds: the other comes to gradients of a graph only once
     assert captures.captured == 2 + 3
+
+
+def test_balancing_and_clipping_of_logits_are_captured_with_their_hooks(captures, monkeypatch):
+    def observed(run):
+        model = build("moe")
+        balancer, clip, seen = QuantileBalancer(model), QKClip(model, threshold=0.02), []
+        monkeypatch.setattr(StandIn, "state", (balancer._counts, clip._largest))
+        found = trained(model, run(model), plain_batches(5), 1, lambda _: seen.extend((balancer.step(), clip.step())))
+        return found, seen
+
+    (got, seen), (expected, expected_seen) = observed(CapturedStep), observed(Plain)
+    assert_same(got, expected)
+    assert all(map(torch.equal, seen, expected_seen)) and captures.replayed == 4
+    assert min(x.max() for x in seen[1::2]) > 0.02  # heads were shrunk
+
+
+def test_a_run_on_text_is_captured(captures, monkeypatch, tmp_path):
+    """Its rows are filled up to a few shapes; padding changes no loss, gradient, load or largest logit."""
+    texts = [" ".join(["the cat sat on a mat"] * (1 + seed % 5)) + f" {seed}" for seed in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    metrics = []
+    for graphs in (True, False):
+        model = build("moe", vocab_size=257, eos_token_id=0, bos_token_id=None, pad_token_id=None)
+        # In float64, at a rate that moves nothing by as much as a rounding: sums of padded rows are in another order.
+        model.to(torch.float32 if ON_GPU else torch.float64)
+        run = TextRun([str(tmp_path / "text.jsonl")], 6, 300, 2, 1e-13, 0, False)
+        with monkeypatch.context() as patch:
+            if not graphs:
+                patch.setattr(captured, "has_graphs", lambda device: False)
+            training = TextTraining(model, byte_tokenizer(), run, tmp_path / str(graphs), 100)
+            patch.setattr(StandIn, "state", (training.balancer._counts, training.clip._largest))
+            training.train()
+        log = (tmp_path / str(graphs) / "metrics.jsonl").read_text().splitlines()
+        metrics.append([json.loads(line) for line in log])
+    close = {"rel": 5e-2} if ON_GPU else {"rel": 1e-9}  # a GPU computes in bfloat16, in other orders for other shapes
+    for got, expected in zip(*metrics, strict=True):
+        del got["seconds"], expected["seconds"]
+        assert got == pytest.approx(expected, **close)
+    assert captures.replayed > 3
