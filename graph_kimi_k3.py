@@ -547,6 +547,11 @@ def capturable(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
+def _is_capturable(hook: Callable[..., Any]) -> bool:
+    # That of transformers is for checkpoints of layers, and marks what enters the first one.
+    return getattr(hook, "is_capturable", False) or getattr(hook, "__name__", "") == "make_inputs_require_grads"
+
+
 # What every module has that says nothing of its forward, where it has no hooks; and settings of the loop around it.
 _NOT_COMPUTATION = {*vars(torch.nn.Module()), "generation_config"} - {"training", "_parameters", "_buffers", "_modules"}
 
@@ -568,7 +573,7 @@ def examined(model: PreTrainedModel) -> tuple[list, str | None]:
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         # What accelerate puts around a model is autocast and a cast of the results, which a graph repeats.
         replaced = {"forward", "_compiled_call_impl"} & own.keys() and (name or "_original_forward" not in own)
-        if replaced or not all(getattr(hook, "is_capturable", False) for hook in hooks):
+        if replaced or not all(map(_is_capturable, hooks)):
             reason = f"{name or 'the model'} has a hook, or a forward of its own, which a graph would not call"
         tensors = [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
         devices.update(x.device for x in tensors)

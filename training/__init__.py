@@ -5,7 +5,7 @@ import importlib
 
 from ..kernels.cross_entropy import chunked_cross_entropy
 from .balancing import QuantileBalancer, QuantileBalancerCallback
-from .captured import CapturedStep
+from .captured import CapturedStep, CapturedTraining
 from .muon import PerHeadMuon, QKClip, muon_groups
 from .qat import finish_qat, start_qat
 
@@ -18,6 +18,7 @@ _OPTIONAL = {
 
 __all__ = [
     "CapturedStep",
+    "CapturedTraining",
     "PerHeadMuon",
     "QKClip",
     "QuantileBalancer",

@@ -277,3 +277,33 @@ def _moved(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
 def _set_grads(parameters: list[torch.nn.Parameter], grads: Any) -> None:
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad
+
+
+class CapturedTraining:
+    """Mixin of transformers' `Trainer`, whose forward and backward passes `CapturedStep` runs then.
+
+        class CapturedTrainer(CapturedTraining, Trainer):
+            pass
+
+    Batches of equal shapes without padding are captured. With `logging_nan_inf_filter`, which is on unless arguments
+    say otherwise, a Trainer waits for every step's loss.
+    """
+
+    _captured: CapturedStep | None = None
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        trainer: Any = self
+        step = super().training_step  # type: ignore[misc]  # of the Trainer
+        if model is not trainer.model or trainer.args.torch_empty_cache_steps is not None:
+            return step(model, inputs, num_items_in_batch)  # of a wrapper, or it lets go of memory
+        if self._captured is None:
+
+            def run(items=None, accumulated=None, **inputs):
+                return step(model, inputs, items)
+
+            self._captured = CapturedStep(model, run)
+        model.train()
+        items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        # Without a number of items the loss is divided by the passes of a step.
+        accumulated = trainer.current_gradient_accumulation_steps if items is None else None
+        return self._captured(**inputs, items=items, accumulated=accumulated)

@@ -5,13 +5,22 @@ writes losses and new gradients to where they were after the first run, as a rep
 """
 
 import json
+import logging
 
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 
 import tiny
 from byte_model import byte_tokenizer
-from kimi_k3.training import CapturedStep, QKClip, QuantileBalancer, captured
+from kimi_k3.training import (
+    CapturedStep,
+    CapturedTraining,
+    QKClip,
+    QuantileBalancer,
+    QuantileBalancerCallback,
+    captured,
+)
 from kimi_k3.training.text_run import TextRun, TextTraining
 
 ON_GPU = torch.cuda.is_available()
@@ -79,9 +88,9 @@ def captures(monkeypatch):
     return Captures(monkeypatch)
 
 
-def build(kind="dense", **changes):
+def build(kind="dense", seed=0, **changes):
     few = {"num_experts": 4, "num_experts_per_token": 2}
-    model = tiny.model("kmk", 0, **few | MODELS[kind] | changes)
+    model = tiny.model("kmk", seed, **few | MODELS[kind] | changes)
     return model.to(DEVICE, DTYPES[kind]).train()
 
 
@@ -195,3 +204,142 @@ def test_a_run_on_text_is_captured(captures, monkeypatch, tmp_path):
         del got["seconds"], expected["seconds"]
         assert got == pytest.approx(expected, **close)
     assert captures.replayed > 3
+
+
+class CapturedTrainer(CapturedTraining, Trainer):
+    pass
+
+
+def collate(rows):
+    ids = torch.stack(rows)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+@pytest.mark.parametrize("accumulation, mixed", [(1, False), (2, True)], ids=["each", "two-passes-mixed-precision"])
+def test_a_trainer_is_captured_and_resumed(captures, monkeypatch, tmp_path, accumulation, mixed):
+    """Its losses, norms, loads and weights are those of a plain one, and of one that went on from a checkpoint."""
+
+    def train(trainer_class, folder, resume=None, seed=0):
+        model, balancing = build("moe", seed), QuantileBalancerCallback()
+        model = model.float() if mixed else model
+        monkeypatch.setattr(StandIn, "state", property(lambda _: [balancing.balancer._counts]))
+        arguments = TrainingArguments(
+            str(tmp_path / folder), per_device_train_batch_size=2, gradient_accumulation_steps=accumulation,
+            max_steps=8, save_steps=4, logging_steps=1, learning_rate=1e-2, max_grad_norm=0.5, seed=1,
+            use_cpu=not ON_GPU, report_to=[], disable_tqdm=True, bf16=mixed,
+        )  # fmt: skip
+        trainer = trainer_class(
+            model, arguments, train_dataset=list(tokens(40)), data_collator=collate, callbacks=[balancing]
+        )
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+        log = [[x[name] for name in ("loss", "grad_norm", "router_max_load")] for x in trainer.state.log_history[:-1]]
+        return torch.tensor(log), model.state_dict()
+
+    expected = train(Trainer, "plain")
+    assert captures.captured == 0
+    assert_same(train(CapturedTrainer, "captured"), expected)
+    # Twice: the first checkpoint writes class and dtype into the configuration, which decides what a forward computes.
+    assert (captures.captured, captures.replayed) == ((2, 6) if accumulation == 1 else (4, 10))
+    log, weights = train(CapturedTrainer, "resumed", "captured/checkpoint-4", seed=7)
+    assert_same((log, weights), expected)
+
+
+def test_what_changes_between_steps_is_captured_anew(captures):
+    """Moved and frozen weights, a setting, an adapter's place, what is watched; loaded values are read by the graph."""
+    model, other = build(), build()
+    step, plain, (batch,) = CapturedStep(model), Plain(other), plain_batches(1)
+
+    def moved(model):
+        layer = model.model.layers[0].self_attn.o_proj
+        layer.weight = torch.nn.Parameter(layer.weight.detach() * -1.5)
+
+    def frozen(model):
+        model.lm_head.requires_grad_(False)
+
+    def set_otherwise(model):
+        model.model.norm.eps = 0.3
+
+    def replaced(model):
+        model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, torch.nn.Tanh())
+
+    def loaded(model):
+        model.load_state_dict({name: x * 1.25 for name, x in model.state_dict().items()})
+
+    def watched(model):
+        QKClip(model)
+
+    step(**batch)
+    model.zero_grad()
+    for change, is_new in ((moved, 1), (frozen, 1), (set_otherwise, 1), (replaced, 1), (loaded, 0), (watched, 1)):
+        captures.captured = 0
+        for each in (model, other):
+            change(each)
+        for _ in range(3):
+            assert torch.equal(step(**batch), plain(**batch))
+            for (name, x), y in zip(model.named_parameters(), other.parameters(), strict=True):
+                assert (x.grad is None) == (y.grad is None) and (x.grad is None or torch.equal(x.grad, y.grad)), name
+            for each in (model, other):
+                each.zero_grad()
+        assert captures.captured == is_new, change.__name__
+
+
+def hooked(model):
+    model.model.norm.register_forward_hook(lambda *_: None)
+
+
+def hooked_backward(model):
+    model.model.norm.register_full_backward_hook(lambda *_: None)
+
+
+def hooked_weight(model):
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda _: None)
+
+
+def checkpointed(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def checkpointed_alike(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (hooked, "model.norm has a hook"),
+        (hooked_backward, "model.norm has"),
+        (hooked_weight, "a parameter has a hook"),
+        (checkpointed, "'preserve_rng_state': False"),
+        (checkpointed_alike, None),
+    ],
+)
+def test_what_cannot_be_captured_says_why_once(captures, caplog, change, reason):
+    model, other = build(), build()
+    for each in (model, other):
+        change(each)
+    with caplog.at_level(logging.WARNING):
+        assert_same(
+            trained(model, CapturedStep(model), plain_batches(4)), trained(other, Plain(other), plain_batches(4))
+        )
+    assert bool(captures.replayed) == (reason is None)
+    assert [reason in message for message in messages(caplog)] == [True] * (reason is not None)
+
+
+def test_a_step_that_fails_to_be_captured_or_waits_runs_as_it_is(captures, monkeypatch, caplog):
+    batches, waits = plain_batches(6), lambda place, call: (call(), ["here.py, line 3"])
+
+    def fails(*_):
+        raise RuntimeError("not while capturing")
+
+    for name, value, reason in (
+        ("Graph", fails, "RuntimeError: not while capturing"),
+        ("waiting", waits, "here.py, line 3"),
+        ("MOST_GRAPHS", 0, "more than 0 shapes"),
+    ):
+        caplog.clear()
+        model, other = build(), build()
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            patch.setattr(captured, name, value)
+            assert_same(trained(model, CapturedStep(model), batches, 2), trained(other, Plain(other), batches, 2))
+        assert [reason in message for message in messages(caplog)] == [True]
+    assert captures.replayed == 0
