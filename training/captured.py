@@ -165,7 +165,7 @@ class CapturedStep:
     def _replay(self, kind: _Kind, tensors: dict[str, torch.Tensor], parameters: list[torch.nn.Parameter]):
         for name, x in tensors.items():
             into = kind.inputs[name]
-            if x.device != into.device:
+            if x.device.type == "cpu" and into.device.type != "cpu":
                 x = x.pin_memory()  # a copy from other memory would wait for the step before
             into.copy_(x, non_blocking=True)
         kind.graph.replay()
