@@ -155,6 +155,11 @@ def causal_mask(
         embeds: [B, T, hidden]; attention_mask [B, S] or None.
         packing: what `find_packing` found.
     """
+    empty = cache is None or not (cache.is_compileable or cache.get_seq_length())
+    if config._attn_implementation == "sdpa" and attention_mask is None and packing is None and empty:
+        # transformers finds this too, but not while a graph is captured (older releases) or traced: torch would compute
+        # with a mask of T^2 numbers, and not by its flash kernels.
+        return None
     inside_document = None
     if packing is not None and packing.documents is not None:
 
