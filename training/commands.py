@@ -34,6 +34,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=rate, default=1e-3, metavar="R", help="peak learning rate (default: %(default)s)")
     add("--split-long", action="store_true", help="cut documents that are longer than the context")
     add("--gradient-checkpointing", action="store_true", help="recompute layers in backward: less memory")
+    add("--captured", action="store_true", help="on a GPU, replay forward and backward as CUDA graphs (new: see docs)")
     add("--save-every", type=at_least_one, default=100, metavar="N", help="steps (default: 100)")
     add_seed(parser, "default: %(default)s", 2**32, "must be a whole number of at least 0, below 2^32")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if any")
@@ -57,7 +58,7 @@ def run_train(args: argparse.Namespace) -> None:
     with explained(DataError, FloatingPointError):
         with keeping(f"{args.out} is as it was, and the same command goes on from there"):
             model = trained_model(args, config, device)
-            training = TextTraining(model, tokenizer, run, args.out, args.save_every)
+            training = TextTraining(model, tokenizer, run, args.out, args.save_every, args.captured)
         with keeping(training.kept):
             training.train()
 

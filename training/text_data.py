@@ -146,14 +146,16 @@ def filled_row(row: dict[str, torch.Tensor], context: int) -> dict[str, torch.Te
     """A row of `PackedRows` in one of a few shapes, filled up with padding, so that steps on it can be captured.
 
     Returns:
-        `input_ids` [1, T] and `targets` [T], and of its packing `cu_seqlens`, `documents` and `padding`.
+        `input_ids` [1, T] and `targets` [T], of its packing `cu_seqlens`, `documents` and `padding`, and what else the
+        row has.
     """
     tokens, starts = row["input_ids"].shape[1], (row["position_ids"][0] == 0).nonzero().flatten()
     lengths = torch.cat([starts, torch.tensor([tokens])]).diff()
     steps = -(-context // (64 * LENGTHS)) * 64
     packing = fixed_packing(lengths, -(-tokens // steps) * steps, max(8, 1 << len(lengths).bit_length()))
     fill = 0, packing.documents.shape[1] - tokens
-    return {
+    rest = {name: x for name, x in row.items() if name != "position_ids"}
+    return rest | {
         "input_ids": F.pad(row["input_ids"], fill),
         "targets": F.pad(row["targets"], fill, value=IGNORED),
         "cu_seqlens": packing.cu_seqlens,

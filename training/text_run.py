@@ -78,9 +78,13 @@ class TextTraining:
         run: its parameters.
         folder: the run folder; a state in it is continued.
         save_every: steps between two saved states.
+        captured: on a GPU, replay forward and backward as CUDA graphs (`CapturedStep`), on rows that are filled up to a
+            few lengths.
     """
 
-    def __init__(self, model: KimiK3ForCausalLM, tokenizer, run: TextRun, folder: Path, save_every: int):
+    def __init__(
+        self, model: KimiK3ForCausalLM, tokenizer, run: TextRun, folder: Path, save_every: int, captured: bool = False
+    ):
         self.model, self.tokenizer, self.run, self.folder, self.save_every = model, tokenizer, run, folder, save_every
         files = [Path(file) for file in run.files]
         self.data = PackedRows(files, tokenizer, run.context, model.config.vocab_size, run.seed, run.split_long)
@@ -91,7 +95,7 @@ class TextTraining:
         except ValueError as error:  # a kind of routing that cannot be balanced
             raise DataError(str(error)) from error
         self.clip = QKClip(model) if "full_attention" in model.config.layer_types else None
-        self.captured = CapturedStep(model, functools.partial(forward_and_backward, model))
+        self.captured = CapturedStep(model, functools.partial(forward_and_backward, model)) if captured else None
         self.step = self.tokens = self.saved_step = 0
         self.state_file, self.log_file = folder / "state.pt", folder / "metrics.jsonl"
         self._lock = lock(folder, DataError)  # until `train` has returned, or nobody holds this object
@@ -157,8 +161,7 @@ class TextTraining:
             group["lr"] = rate
         rows = [self.data.next_row() for _ in range(self.run.rows)]
         counted = sum((row["targets"] != IGNORED).sum() for row in rows)
-        filled = [filled_row(row, self.run.context) for row in rows] if self.captured.has_graphs else rows
-        parts = [self.captured(**row, counted=counted) for row in filled]
+        parts = [self._part(row | {"counted": counted}) for row in rows]
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -179,6 +182,13 @@ class TextTraining:
             metrics["largest_attention_logit"] = self.clip.step().max().item()
         metrics["seconds"] = round(time.perf_counter() - started, 3)
         return metrics
+
+    def _part(self, row):
+        """A row's part of the loss [], detached, whose gradients are added to the model's."""
+        if self.captured is not None and self.captured.has_graphs:
+            return self.captured(**filled_row(row, self.run.context))
+        row = {name: tensor.to(self.model.device) for name, tensor in row.items()}
+        return forward_and_backward(self.model, **row).detach()
 
     def _save(self):
         state = {
