@@ -15,11 +15,12 @@ over the rate of a large matrix product; recomputation is not counted. Every lin
 
 With `--captured` both sides are this package's, ours with forward and backward as a CUDA graph (`CapturedStep`). Lines
 then say which share of a step the GPU works, its kernels' times as a profiler sees them over the step's own without
-one, how many kernels that are, whether the losses of the first steps are equal to the bit, what a capture takes and the
-memory that a graph keeps.
+one, how many kernels that are, whether the losses on the same weights are equal to the bit and how far gradients are
+apart, what a capture takes and the memory that a graph keeps. Kernels of both, side by side, are printed.
 """
 
 import argparse
+import collections
 import datetime
 import gc
 import importlib.util
@@ -226,14 +227,54 @@ def cases(name, config, options, wanted):
         torch.cuda.empty_cache()
 
 
-def gpu_ms(side):
-    """Milliseconds that the GPU works in a step, and kernels and copies of one, as a profiler sees them."""
+def kernels_of(side):
+    """name -> (milliseconds in a step, calls) of the kernels and copies of one, as a profiler sees them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(PROFILED):
             side.step()
         torch.cuda.synchronize()
-    work = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(event.device_time_total for event in work) / 1e3 / PROFILED, len(work) // PROFILED
+    found = collections.defaultdict(lambda: (0.0, 0.0))
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            ms, calls = found[event.name]
+            found[event.name] = ms + event.device_time_total / 1e3 / PROFILED, calls + 1 / PROFILED
+    return found
+
+
+def print_kernels(ours, peer):
+    """The ten kernels that take longest, and the ten whose times differ most, side by side."""
+    names = sorted({*ours, *peer}, key=lambda name: -max(ours[name], peer[name])[0])
+    apart = sorted(names, key=lambda name: -abs(ours[name][0] - peer[name][0]))
+    for title, chosen in ("by time", names[:10]), ("by difference", apart[:10]):
+        print(f"kernels {title}: captured ms, calls; as it is ms, calls")
+        for name in chosen:
+            (ms, calls), (peer_ms, peer_calls) = ours[name], peer[name]
+            print(f"  {ms:8.3f} {calls:6.0f}  {peer_ms:8.3f} {peer_calls:6.0f}  {name[:110]}", flush=True)
+
+
+def differences(side):
+    """On the same weights: whether the captured loss is that of the step as it is, and how far gradients are apart, and
+    as far as two steps as they are, which add in any order in places; relative, of the parameter where it is most."""
+
+    def passed(backward):
+        loss = backward()
+        grads = {name: weight.grad.clone() for name, weight in side.model.named_parameters() if weight.grad is not None}
+        side.optimizer.zero_grad(set_to_none=True)
+        return loss, grads
+
+    def apart(one, other):
+        most = {name: ((grad - other[name]).norm() / grad.norm().clamp_min(1e-30)).item() for name, grad in one.items()}
+        name = max(most, key=most.get)
+        return [name, float(f"{most[name]:.2g}")]
+
+    loss, grads = passed(super(CapturedSide, side).backward)
+    again = passed(super(CapturedSide, side).backward)
+    captured = passed(side.backward)
+    return {
+        "losses_are_equal": loss.item() == captured[0].item(),
+        "gradients_apart": apart(grads, captured[1]),
+        "gradients_apart_as_it_is": apart(grads, again[1]),
+    }
 
 
 def first_steps(side):
@@ -259,7 +300,8 @@ def captured_cases(name, config, options, wanted):
         total, used = write_model(config, folder, options.device)
         sides = {kind: side(kimi_k3.KimiK3ForCausalLM, folder, options) for kind, side in STEPS.items()}
     losses, seconds, kept = zip(*map(first_steps, sides.values()), strict=True)
-    extra = {"parameters": total, "parameters_used": round(used), "losses_are_equal": losses[0] == losses[1]}
+    print(f"losses of the first steps: captured {losses[0]}, as it is {losses[1]}", flush=True)
+    extra = {"parameters": total, "parameters_used": round(used), **differences(sides["ours"])}
     extra |= {"ours_first_loss": round(losses[0][0], 4), "capture_s": round(seconds[0], 2), "graph_bytes": kept[0]}
     times = {who: [] for who in sides}
     for turn in range(WARMUP + options.turns):
@@ -268,11 +310,13 @@ def captured_cases(name, config, options, wanted):
             if turn >= WARMUP:
                 times[who].append(elapsed)
     ms = {who: statistics.median(found) for who, found in times.items()}
-    for who, side in sides.items():
-        extra[f"{who}_tokens_per_s"] = round(1e3 * options.length / ms[who])
-        if side.device == "cuda":
-            working, kernels = gpu_ms(side)
-            extra |= {f"{who}_gpu_share": round(working / ms[who], 3), f"{who}_kernels": kernels}
+    kernels = {who: kernels_of(side) for who, side in sides.items()} if options.device == "cuda" else {}
+    for who, found in kernels.items():
+        working, calls = map(sum, zip(*found.values(), strict=True))
+        extra |= {f"{who}_gpu_share": round(working / ms[who], 3), f"{who}_kernels": round(calls)}
+    if kernels:
+        print_kernels(**kernels)
+    extra |= {f"{who}_tokens_per_s": round(1e3 * options.length / ms[who]) for who in sides}
     least = 6 * used * options.length / options.flops if options.flops else 0.0
     yield case, ms["ours"], ms["peer"], least, extra
 
