@@ -93,8 +93,8 @@ def _captured(forward: _Step, table: torch.Tensor) -> graph_kimi_k3.Graph:
 class _Memory:
     """What the graphs of all sizes use in turn: one replays at a time, and its results are read before the next."""
 
-    def __init__(self) -> None:
-        self.handle = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self.graphs = graph_kimi_k3.GraphMemory(device)
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def buffer(self, name: str, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -111,10 +111,9 @@ class _CutGraph:
     def __init__(self, forward: _Prefill, table: torch.Tensor, memory: _Memory):
         self._memory = memory
         self._cuts: list[tuple[torch.cuda.CUDAGraph, Any, torch.Tensor, torch.Tensor, dict[str, Any]]] = []
-        stream = torch.cuda.Stream(forward.device)
         with graph_kimi_k3.alone, torch.cuda.device(forward.device):
             torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(memory.graphs.stream):
                 self._begin()
                 try:
                     self.outputs = forward(table, self._cut)
@@ -126,7 +125,7 @@ class _CutGraph:
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._memory.handle, capture_error_mode="thread_local")
+        self._graph.capture_begin(pool=self._memory.graphs.pool, capture_error_mode="thread_local")
 
     def _cut(self, module: Any, query: torch.Tensor, latents: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         batch, heads, length, _ = query.shape
@@ -250,7 +249,7 @@ class Forwards:
             logits = forward(sent(table, self.pool.device), attend, told)
         else:
             if self._memory is None:
-                self._memory = _Memory()
+                self._memory = _Memory(self.pool.device)
             capture = functools.partial(_CutGraph, forward, memory=self._memory)
             logits = self._run(table, size, forward, capture, {"attend": attend})
         for sequence, count in zip(sequences, counts, strict=True):
@@ -296,10 +295,10 @@ class Forwards:
             kept = self._sizes[key] = _Size(table, self.pool.device)
         kept.fill(table)
         if not kept.is_warm:
-            logits, reason = graph_kimi_k3.watched(forward, {"table": kept.table, **arguments})
+            logits, waits = graph_kimi_k3.waiting(self.pool.device, lambda: forward(kept.table, **arguments))
             kept.is_warm = True
-            if reason is not None:
-                self._refuse(reason)
+            if waits:
+                self._refuse(f"the forward waits for the device in {waits[0]}")
             return logits
         if kept.graph is None:
             try:

@@ -41,7 +41,7 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(graph_kimi_k3, "Graph", StandIn)
     monkeypatch.setattr(forwards, "_CutGraph", StandIn)
-    monkeypatch.setattr(forwards, "_Memory", object)
+    monkeypatch.setattr(forwards, "_Memory", lambda device: object())
     monkeypatch.setattr(forwards.Forwards, "cuts_prefills", True)
     monkeypatch.setattr(pool_module, "has_graphs", lambda device: True)
     return made
