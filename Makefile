@@ -46,9 +46,9 @@ test-newest: $(NEWEST_READY)
 	OMP_NUM_THREADS=1 .venv/bin/python -P tests/common_suite/run.py $(PYTEST_FLAGS)
 	OMP_NUM_THREADS=1 .venv/bin/python -P -m pytest tests $(PYTEST_FLAGS)
 
-# Without the tests marked one_release: kernels, the bytes of conversions, prompts of evaluations, simulated serving and
-# loops of our own around the model. What these need of transformers (loading, forwards, masks, caches, generate, Trainer)
-# other tests run on both releases.
+# Without the tests marked one_release: kernels, the bytes of conversions, prompts of evaluations, serving, loops of our
+# own around the model, and what our caches, optimizers and adapters of experts do by themselves. What these need of
+# transformers (loading, forwards, masks, caches, generate, Trainer) other tests run on both releases.
 test-oldest: $(OLDEST_READY)
 	.venv-oldest/bin/python -c "import torch, transformers as t; print('torch', torch.__version__, 'transformers', t.__version__)"
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -P tests/common_suite/run.py $(PYTEST_FLAGS)

@@ -55,6 +55,7 @@ def places(model):
     return [(name, modules[name], behind) for name in modules for behind in (False, True) if name or not behind]
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("max_length", [None, 20], ids=["growing", "static"])
 @torch.no_grad()
 def test_a_forward_that_failed_anywhere_is_not_repeated_on_its_cache(model, max_length):
@@ -152,6 +153,7 @@ STEPS = st.one_of(
 )
 
 
+@pytest.mark.one_release
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(steps=st.lists(STEPS, min_size=6, max_size=14))
 @torch.no_grad()

@@ -154,6 +154,7 @@ def test_the_text_is_that_without_captured_steps(every_model, captures, batch, m
     assert captures.captured <= 1 and captures.replayed >= 2 * (NEW - 1) - 1
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_buffers_grow_with_the_text(every_model, captures, tight, padded):
     ids, mask = tokens(2, PROMPT), mask_of(2, padded)
@@ -165,6 +166,7 @@ def test_buffers_grow_with_the_text(every_model, captures, tight, padded):
     assert (cache.real is None) == (not padded) and (not padded or torch.equal(cache.real, reference.real))
 
 
+@pytest.mark.one_release
 def test_room_grows_by_half_at_most():
     capacities = [graph_kimi_k3.room_for(columns) for columns in range(1, 10000)]
     assert all(room >= n + graph_kimi_k3.SPARE for n, room in enumerate(capacities, start=1))
@@ -206,6 +208,7 @@ def test_a_first_cache_that_is_still_in_use(every_model, captures):
     assert captures.captured == 1
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_a_returned_cache_can_do_what_it_could(model, captures, tmp_path):
     ids, turn = tokens(2, PROMPT), tokens(2, 4, seed=1)
@@ -260,6 +263,7 @@ class Watcher(StoppingCriteria):
         return torch.full((len(input_ids),), bool(stop), device=input_ids.device)
 
 
+@pytest.mark.one_release
 def test_snapshots_in_the_middle(model, captures):
     """A fork that is taken between two steps stays what it was, and can go on by itself."""
     ids, cache, reference = tokens(1, PROMPT), *(HybridCache(model.config) for _ in range(2))
@@ -275,6 +279,7 @@ def test_snapshots_in_the_middle(model, captures):
     assert_same_state(cache, reference)
 
 
+@pytest.mark.one_release
 def test_states_kept_at_columns_that_steps_pass(model, captures):
     ids, cache, reference = tokens(1, PROMPT), *(HybridCache(model.config) for _ in range(2))
     for run, each in ((generate, cache), (plain, reference)):
@@ -313,6 +318,7 @@ def test_a_break_in_the_middle(every_model, captures, at, how):
     assert captures.captured <= 1
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("layers", ["kmk", "mkm", "kk", "mm"])
 def test_an_interrupt_inside_a_step_is_seen(captures, monkeypatch, layers):
     model = tiny.model(layers, **tiny.NO_SPECIAL).to(DEVICE)
@@ -383,6 +389,7 @@ def test_a_prompt_in_chunks_and_embeddings(model, captures):
     assert captures.replayed == 2 * (NEW - 1) - 1
 
 
+@pytest.mark.one_release
 def test_a_batch_of_another_size_and_back(model, captures):
     for rows in (1, 3, 1, 3):
         ids = tokens(rows, PROMPT)
@@ -390,6 +397,7 @@ def test_a_batch_of_another_size_and_back(model, captures):
     assert captures.captured == 2
 
 
+@pytest.mark.one_release
 def test_room_that_was_reserved(model, captures, tight):
     cache = HybridCache(model.config)
     cache.reserve(100)
@@ -397,6 +405,7 @@ def test_room_that_was_reserved(model, captures, tight):
     assert captures.captured == 1
 
 
+@pytest.mark.one_release
 def test_a_view_of_the_latents_outlives_its_cache(model, captures):
     ids = tokens(1, PROMPT)
     _, cache = with_cache(generate, model, ids)
@@ -408,6 +417,7 @@ def test_a_view_of_the_latents_outlives_its_cache(model, captures):
     assert all(map(torch.equal, views, kept))
 
 
+@pytest.mark.one_release
 def test_buffers_of_which_only_views_are_left_are_let_go(model, captures):
     _, cache = with_cache(generate, model, tokens(1, PROMPT))
     views = [layer.latents for layer in cache.layers if hasattr(layer, "latents")]
@@ -421,6 +431,7 @@ def test_buffers_of_which_only_views_are_left_are_let_go(model, captures):
     assert views and captures.captured == 2
 
 
+@pytest.mark.one_release
 def test_a_copy_of_the_latents_leaves_the_buffers_free(model, captures, tmp_path):
     for seed in range(4):
         _, cache = with_cache(generate, model, tokens(1, PROMPT, seed))
@@ -429,6 +440,7 @@ def test_a_copy_of_the_latents_leaves_the_buffers_free(model, captures, tmp_path
     assert captures.captured == len(graph_kimi_k3._kept[model]._steps) == 1
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_buffers_of_another_dtype_are_captured_anew(model, captures):
     generate(model, tokens(1, PROMPT))
@@ -445,6 +457,7 @@ def test_buffers_of_another_dtype_are_captured_anew(model, captures):
         step._let_go()
 
 
+@pytest.mark.one_release
 def test_a_hit_of_the_prefix_cache_is_exact(model, captures):
     """Its generation takes no captured steps: a cold run that is split like it gives the same bits."""
     ids = tokens(1, 40)
@@ -484,6 +497,7 @@ def test_nothing_is_captured_on_a_cpu(model, monkeypatch):
     assert torch.equal(generate(model, ids)[:, :PROMPT], ids)  # and no step was made, which would fail
 
 
+@pytest.mark.one_release
 def test_a_moved_parameter_or_a_changed_module_is_captured_anew(model, captures):
     ids = tokens(1, PROMPT)
     linear = model.model.layers[0].self_attn.o_proj
@@ -615,6 +629,7 @@ def test_a_class_that_feeds_steps_in_its_own_way_runs_as_it_is(data_dir, capture
     assert captures.captured == 0
 
 
+@pytest.mark.one_release
 def test_a_forward_that_fails_on_the_buffers_runs_as_it_is(model, captures, monkeypatch, caplog):
     ids = tokens(1, PROMPT)
     expected, calls = plain(model, ids), []
@@ -632,6 +647,7 @@ def test_a_forward_that_fails_on_the_buffers_runs_as_it_is(model, captures, monk
     ]
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("where", ["__init__", "take", "run"])
 def test_no_memory_for_buffers(model, captures, monkeypatch, caplog, where):
     """The text goes on without them, and the next call tries again."""
@@ -645,6 +661,7 @@ def test_no_memory_for_buffers(model, captures, monkeypatch, caplog, where):
     assert torch.equal(generate(model, ids), expected) and captures.captured == 1
 
 
+@pytest.mark.one_release
 def test_buffers_live_as_long_as_the_model_and_beside_it(data_dir, captures):
     model, ids = load(data_dir), tokens(1, PROMPT)
     generate(model, ids)
@@ -664,6 +681,7 @@ def test_buffers_live_as_long_as_the_model_and_beside_it(data_dir, captures):
     assert step() is None
 
 
+@pytest.mark.one_release
 def test_no_more_steps_are_kept_than_fit(model, captures, monkeypatch):
     for rows in range(1, 8):
         generate(model, tokens(rows, PROMPT), 3)
@@ -674,6 +692,7 @@ def test_no_more_steps_are_kept_than_fit(model, captures, monkeypatch):
     assert [step.rows for step in graph_kimi_k3._kept[model]._steps] == [7, 1]
 
 
+@pytest.mark.one_release
 def test_inference_mode_and_back(model, captures):
     ids = tokens(1, PROMPT)
     expected = plain(model, ids)
@@ -709,6 +728,7 @@ def test_threads_do_not_share_buffers(model, captures):
     assert all(torch.equal(text, expected[seed]) for seed, found in got.items() for text in found)
 
 
+@pytest.mark.one_release
 def test_a_call_inside_a_call(model, captures):
     ids, inner = tokens(1, PROMPT), []
     watch = Watcher(lambda seen: inner.append(generate(model, ids)) if seen == 4 else None)

@@ -9,6 +9,8 @@ import tiny
 from kimi_k3 import CACHE_ARGUMENT as CACHE
 from kimi_k3 import HybridCache
 
+pytestmark = pytest.mark.one_release
+
 
 @torch.no_grad()
 def test_random_damage_never_gives_another_cache(tmp_path):

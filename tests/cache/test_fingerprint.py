@@ -9,6 +9,8 @@ import tiny
 from kimi_k3 import KimiK3ForCausalLM, fingerprint_kimi_k3
 from kimi_k3.cache_kimi_k3 import model_fingerprint
 
+pytestmark = pytest.mark.one_release
+
 
 @pytest.fixture(scope="module")
 def model():

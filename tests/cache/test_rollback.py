@@ -31,6 +31,7 @@ def recording_cache(model):
     return cache
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 @pytest.mark.parametrize("kept", [0, 1, 2, 5, 9])
 @torch.no_grad()
@@ -50,6 +51,7 @@ def test_drafts_leave_no_trace(model, kept):
     torch.testing.assert_close(got, expected, **EXACT)
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 @torch.no_grad()
 def test_many_accepted_and_rejected_drafts(model):
@@ -72,6 +74,7 @@ def test_many_accepted_and_rejected_drafts(model):
             torch.testing.assert_close(got, want, **EXACT)
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_crop_into_a_long_prompt(model):
     """Of a prompt only the last columns are recorded, so that recording a long one costs no memory."""
@@ -89,6 +92,7 @@ def test_crop_into_a_long_prompt(model):
     torch.testing.assert_close(got, expected, **EXACT)
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_recording_a_prompt_scans_it_once(model, monkeypatch):
     """The state that `crop` can go back to comes out of the forward, which replays nothing."""
@@ -105,6 +109,7 @@ def test_recording_a_prompt_scans_it_once(model, monkeypatch):
     assert 0 < sum(scanned) < counts[0] // 5
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_crop_of_a_padded_batch(model):
     """Padding inside the removed and the kept columns of a batch, then other rows of it."""
@@ -127,6 +132,7 @@ def test_crop_of_a_padded_batch(model):
         torch.testing.assert_close(got[row : row + 1], model(alone).logits[:, -3:], **EXACT)
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("kept", [0, 3, 4])
 @pytest.mark.parametrize("rows", [[1, 0], [1, 0, 1]], ids=str)
 @torch.no_grad()
@@ -173,6 +179,7 @@ def test_any_drafter_gives_the_greedy_text(model, noise):
     assert torch.equal(generate(model, ids, assistant_model=drafter), generate(model, ids))
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_acceptance_stays_total_at_any_length(model):
     """Fault 50: what the model drafts itself is accepted after a long and after a short context."""
@@ -227,6 +234,7 @@ def counted(work):
     return operations.count, products.get_total_flops()
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("size", ["tiny", "wide"])
 @torch.no_grad()
 def test_crop_costs_less_than_a_decode_step(data_dir, size):
@@ -244,6 +252,7 @@ def test_crop_costs_less_than_a_decode_step(data_dir, size):
     assert 0 < cropped[0] < decoded[0] and 0 < cropped[1] < decoded[1]
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_a_whole_draft_is_taken_back_to_the_last_bit(model):
     """Nothing is computed for it; and a crop of everything leaves an empty cache, which starts over."""
@@ -263,6 +272,7 @@ def test_a_whole_draft_is_taken_back_to_the_last_bit(model):
     torch.testing.assert_close(got, model(tokens(2, 7, 3)).logits, **EXACT)
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_what_crop_refuses(model):
     cache = HybridCache(model.config)
@@ -281,6 +291,7 @@ def test_what_crop_refuses(model):
     assert cache.get_seq_length() == 8
 
 
+@pytest.mark.one_release
 def test_drafts_longer_than_what_is_recorded_by_default(model):
     ids = tokens(1, 20).repeat(1, 8)
     assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=100), generate(model, ids))

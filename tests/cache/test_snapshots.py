@@ -35,6 +35,7 @@ def filled(model, ids):
     return cache
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_restore_is_bitwise(model):
     """Fault 38: snapshot, forward, restore, forward again: equal to the last bit, as often as one likes."""
@@ -47,6 +48,7 @@ def test_restore_is_bitwise(model):
         assert torch.equal(model(tokens(2, 5, 1), **{CACHE: cache}).logits, first)
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 @torch.no_grad()
 def test_forks_do_not_see_each_other(model):
@@ -69,6 +71,7 @@ def test_forks_do_not_see_each_other(model):
     torch.testing.assert_close(got, outputs[0][4], **EXACT)
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_a_forward_that_was_broken_off_is_noticed(model):
     """Out of memory, or an interrupt: the first layers have the tokens and the last ones have not."""
@@ -91,6 +94,7 @@ def test_a_forward_that_was_broken_off_is_noticed(model):
     torch.testing.assert_close(model(ids, **{CACHE: cache}).logits, model(ids).logits, **EXACT)
 
 
+@pytest.mark.one_release
 def test_a_snapshot_of_another_kind_is_refused(model):
     with pytest.raises(ValueError, match="other layers"):
         HybridCache(model.config).restore(HybridCache(model.config, max_length=9))
@@ -159,6 +163,7 @@ def test_a_model_output_is_pickled(model, how):
     assert copied.cache is copied.past_key_values and copied.cache.get_seq_length() == 5
 
 
+@pytest.mark.one_release
 def test_a_pickled_cache_has_no_spare_room(model):
     cache = HybridCache(model.config)
     assert len(pickle.dumps(cache)) < 10_000
@@ -168,6 +173,7 @@ def test_a_pickled_cache_has_no_spare_room(model):
     assert len(pickle.dumps(cache)) < cache.nbytes + 10_000
 
 
+@pytest.mark.one_release
 def test_a_snapshot_copies_nothing(model):
     cache = filled(model, tokens(1, 40))
     snapshot = cache.snapshot()
@@ -176,6 +182,7 @@ def test_a_snapshot_copies_nothing(model):
             assert tensor.data_ptr() == other.data_ptr()
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 @pytest.mark.parametrize("recording", [False, True])
 @torch.no_grad()
@@ -228,6 +235,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_questions_about_one_text_copy_no_latents(model):
     """Going back to a snapshot and on again writes in place unless somebody still reads there; room can be reserved."""
@@ -267,6 +275,7 @@ def test_a_saved_cache_goes_on_in_another_process(model, data_dir, tmp_path):
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
 
 
+@pytest.mark.one_release
 def test_a_foreign_cache_is_refused(model, data_dir, tmp_path):
     """Fault 51: a refusal says why; the boundary is part of the file."""
     path = tmp_path / "cache.safetensors"
@@ -350,6 +359,7 @@ def test_random_histories_equal_each_document_alone(shape, data):
     feed(1)
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_a_cache_with_padding_wants_its_mask(model, tmp_path):
     """Without the mask MLA would read the padding as tokens."""
@@ -389,6 +399,7 @@ def test_every_state_stays_on_its_layers_device(model):
         assert cache.get_seq_length() == 9 and cache.batch_size in (2, 4)
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_what_was_fed_as_a_token_cannot_become_padding(model, tmp_path):
     """The states hold it; also for rows taken from a batch, after a crop, and from a file."""

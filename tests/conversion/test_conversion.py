@@ -98,6 +98,7 @@ def test_every_form_into_every_other_and_back_byte_for_byte(folder, data_dir, tm
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_same_form_is_the_same_folder(folder, data_dir, tmp_path):
     """The configuration's bytes too; only what lies beside a checkpoint and is no weight of it may differ."""
@@ -119,6 +120,7 @@ def test_the_type_of_a_multimodal_configuration_is_the_one_at_its_top(variant, t
     assert json.loads((tmp_path / "flat" / "config.json").read_text())["dtype"] == "float32"
 
 
+@pytest.mark.one_release
 def test_files_too_large_for_a_tokenizer_stay_behind(variant, tmp_path):
     source = variant("kimi_linear_flat")
     for name, size in (("small.txt", 1), ("large.txt", 100 * 2**20 + 1)):
@@ -128,6 +130,7 @@ def test_files_too_large_for_a_tokenizer_stay_behind(variant, tmp_path):
     assert (tmp_path / "new" / "small.txt").exists() and not (tmp_path / "new" / "large.txt").exists()
 
 
+@pytest.mark.one_release
 def test_files_beside_the_weights_go_along(data_dir, tmp_path):
     convert(data_dir.parent.parent / "checkpoints" / "small", tmp_path / "new")
     names = {path.name for path in (tmp_path / "new").iterdir()}
@@ -141,6 +144,7 @@ def test_two_workers_and_eight_write_the_same(data_dir, tmp_path):
     assert content(tmp_path / "1") == content(tmp_path / "2") == content(tmp_path / "8")
 
 
+@pytest.mark.one_release
 def test_no_tensor_is_read_whole(variant, tmp_path, monkeypatch):
     """Peak memory does not grow with the largest tensor: every read is a piece, and nothing is read twice."""
 
@@ -161,6 +165,7 @@ def test_no_tensor_is_read_whole(variant, tmp_path, monkeypatch):
     assert verify(source, tmp_path / "new", logits=False).same
 
 
+@pytest.mark.one_release
 def test_the_index_is_exact(data_dir, tmp_path):
     convert(data_dir / "k3_tiny_mxfp4", tmp_path / "shards", Target(shard_size=60_000))
     index = json.loads((tmp_path / "shards" / INDEX).read_text())
@@ -202,6 +207,7 @@ def test_our_class_refuses_fused_tensors_and_names_the_way_out(data_dir, tmp_pat
         AutoModelForCausalLM.from_pretrained(tmp_path / "native")
 
 
+@pytest.mark.one_release
 def test_both_keys_of_the_largest_length(variant, tmp_path):
     """Kimi-Linear-48B has `model_max_length`, other files `max_position_embeddings`, some have both."""
     from transformers.models.kimi_linear import KimiLinearConfig
@@ -340,6 +346,7 @@ def test_every_type_has_its_size(tmp_path):
     assert sizes == {name: 15 * size for name, size in ITEM_BYTES.items()}
 
 
+@pytest.mark.one_release
 def test_subnormal_numbers_and_minus_zero_survive_a_wider_format(variant, tmp_path):
     """Every finite bfloat16 in the experts, through float32 and back, byte for byte."""
 
@@ -358,6 +365,7 @@ def test_subnormal_numbers_and_minus_zero_survive_a_wider_format(variant, tmp_pa
     assert verify(source, tmp_path / "step0", logits=False).same
 
 
+@pytest.mark.one_release
 def test_a_cast_rounds_once_or_not_at_all(variant, tmp_path):
     """Every finite float16 as float32 is itself; as bfloat16 it is the nearest one."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
@@ -431,6 +439,7 @@ def test_tied_embeddings(folder, variant, tmp_path):
 # --- MXFP4 -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_release
 def test_packed_bytes_come_back_from_their_values():
     """Faults 84, 109: every scale byte that float32 can decode, every code beside a largest one of 4 or 6, -0 too."""
     codes = torch.arange(16, dtype=torch.uint8).repeat(2)
@@ -442,6 +451,7 @@ def test_packed_bytes_come_back_from_their_values():
         assert torch.equal(scale_again, scale) and torch.equal(again, packed)
 
 
+@pytest.mark.one_release
 def test_every_golden_byte_comes_back(data_dir):
     weights = load_file(data_dir / "k3_tiny_mxfp4" / WEIGHTS)
     names = [name for name in weights if name.endswith("weight_packed")]
@@ -488,6 +498,7 @@ def test_scales_beyond_floating_point_are_refused_by_name(byte, code, variant, t
     convert(source, tmp_path / "packed", Target(layout="flat"))
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_mxfp4_cannot_hold_is_refused_by_name(value, variant, tmp_path):
     def edit(weights):
@@ -535,6 +546,7 @@ def test_layers_from_the_middle(data_dir, tmp_path):
     assert torch.equal(after[name.format(1)], before[name.format(4)])
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize(
     "folder, target, message",
     [
@@ -567,6 +579,7 @@ def test_a_softmax_router_becomes_no_native_folder(variant, tmp_path):
 # --- verify and inspect ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_release
 def test_verify_finds_every_kind_of_difference(data_dir, variant):
     golden = data_dir / "k3_tiny_mxfp4"
 
@@ -608,6 +621,7 @@ def test_verify_compares_the_towers_configurations(data_dir, tmp_path):
     assert verify(golden, other, text_only=True, logits=False).same
 
 
+@pytest.mark.one_release
 def test_verify_of_weights_that_are_not_numbers(data_dir, variant):
     """A folder is the same model as itself, also where its logits are NaN; a NaN in one of two is a difference."""
 
@@ -619,6 +633,7 @@ def test_verify_of_weights_that_are_not_numbers(data_dir, variant):
     assert verify(source, data_dir / "kimi_linear_flat").differences == ["norm.weight differs by up to inf"]
 
 
+@pytest.mark.one_release
 def test_verify_wants_both_parts_of_a_multimodal_model(data_dir, tmp_path):
     convert(data_dir / "k3_vision/small_signal", tmp_path / "text", FORMS["flat"])
     result = verify(data_dir / "k3_vision/small_signal", tmp_path / "text", logits=False)
@@ -627,6 +642,7 @@ def test_verify_wants_both_parts_of_a_multimodal_model(data_dir, tmp_path):
     assert verify(data_dir / "k3_vision/small_signal", tmp_path / "text", text_only=True, logits=False).same
 
 
+@pytest.mark.one_release
 def test_inspect_counts_what_is_there(data_dir):
     inventory = take_inventory(data_dir / "k3_tiny_mxfp4")
     assert (inventory.tensors, inventory.nbytes) == (472, 715_392)
@@ -647,6 +663,7 @@ def test_inspect_counts_what_is_there(data_dir):
     }
 
 
+@pytest.mark.one_release
 def test_inspect_names_what_is_missing_foreign_or_misshapen(variant):
     def edit(weights):
         del weights["model.norm.weight"]

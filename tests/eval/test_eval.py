@@ -161,6 +161,7 @@ def test_models_that_cannot_read_a_text_are_refused():
         reader.answers(TASKS["fact"], [Unit("fact", 256, 0.5, 0).prompts(0, NOISE, LETTERS)])
 
 
+@pytest.mark.one_release
 def test_one_forward_reads_what_the_questions_share_and_none_more_than_a_chunk(random_model, monkeypatch):
     """Fault 34: one text is read once, in chunks, with the logits of one position; nothing is kept between texts."""
     fed, kept, forward = [], [], type(random_model).forward
@@ -277,6 +278,7 @@ def test_a_file_in_which_every_line_is_damaged_is_set_aside(count, uninterrupted
     assert "results.jsonl: every line is damaged; they are kept as results.damaged.jsonl" in caplog.text
 
 
+@pytest.mark.one_release
 def test_a_full_disk_keeps_what_was_answered(uninterrupted, tmp_path):
     resource = pytest.importorskip("resource")
     usual, room = resource.getrlimit(resource.RLIMIT_FSIZE), len(results(uninterrupted)) // 2
@@ -293,6 +295,7 @@ def test_a_full_disk_keeps_what_was_answered(uninterrupted, tmp_path):
     assert results(tmp_path) == results(uninterrupted)
 
 
+@pytest.mark.one_release
 def test_nothing_is_asked_twice_and_more_may_be_asked(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, tmp_path / "run")
     again = Oracle()
@@ -319,6 +322,7 @@ def test_two_processes_do_not_work_in_one_folder(uninterrupted, tmp_path):
     assert results(tmp_path) == twice
 
 
+@pytest.mark.one_release
 def test_another_model_seed_or_haystack_is_not_mixed_in(uninterrupted):
     before = results(uninterrupted)
     other = Plan(PLAN.tasks, PLAN.lengths, PLAN.depths, PLAN.samples, seed=6)
@@ -344,6 +348,7 @@ def test_the_fingerprint_sees_every_weight_and_the_output_layer(random_model):
     assert reader.fingerprint() == before
 
 
+@pytest.mark.one_release
 def test_interval_is_wilsons():
     # Newcombe 1998, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29
     for right, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
@@ -352,6 +357,7 @@ def test_interval_is_wilsons():
         assert (lower, upper) == pytest.approx((low, high), abs=5e-5)
 
 
+@pytest.mark.one_release
 def test_lengths():
     assert [parse_length(text) for text in ("4096", "4k", "1M")] == [4096, 4096, 2**20]
     for text in ("", "k", "-1", "4.5k", "4g", "0"):
@@ -385,6 +391,7 @@ def test_the_command_writes_results_pictures_and_one_page(checkpoint, tmp_path, 
     ]
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -409,6 +416,7 @@ def test_refusals(changes, sentence, checkpoint, tmp_path, capsys):
     assert re.search(sentence, refusal(capsys, ["eval", changes.get("MODEL", folder), *pairs]))
 
 
+@pytest.mark.one_release
 def test_refuses_a_folder_that_cannot_be_written_and_a_tokenizer_without_an_end(checkpoint, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     empty = tmp_path / "without weights"
@@ -487,6 +495,7 @@ def server():
 ONE_FACT = Plan(("fact",), (256,), depths=3, samples=2)
 
 
+@pytest.mark.one_release
 def test_a_server_is_asked_and_what_it_answered_survives_its_failure(server, tmp_path):
     reader = EndpointReader(server, "model", LETTERS, timeout=PATIENCE)
     lines = evaluate(reader, LETTERS, NOISE, ONE_FACT, tmp_path / "good")
@@ -508,6 +517,7 @@ def test_a_server_is_asked_and_what_it_answered_survives_its_failure(server, tmp
     assert results(tmp_path / "bad") == results(tmp_path / "good")
 
 
+@pytest.mark.one_release
 def test_a_server_that_cuts_prompts_gets_no_score(server, tmp_path):
     reader = EndpointReader(server, "model", LETTERS, timeout=PATIENCE)
     Server.mood = "cuts"

@@ -12,6 +12,8 @@ import torch
 import tiny
 from kimi_k3 import CACHE_ARGUMENT, HybridCache, KimiK3ForCausalLM, layers_kimi_k3
 
+pytestmark = pytest.mark.one_release
+
 TOKENS = 7
 
 

@@ -46,6 +46,7 @@ def assert_replays(model, first, **inputs):
     assert torch.equal(again.routed_experts, first.routed_experts)
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
 @torch.no_grad()
 def test_a_forward_takes_the_routing_of_another(activation, ids):
@@ -60,6 +61,7 @@ def test_a_forward_takes_the_routing_of_another(activation, ids):
     assert torch.equal(again.logits, model(ids, routed_experts=first.routed_experts.long()).logits)
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_padded_and_packed_rows_and_pieces_of_a_cache_take_it(ids):
     model = build()
@@ -106,6 +108,7 @@ def test_training_takes_it(checkpointing, ids):
             torch.testing.assert_close(p.grad, expected[name], rtol=1e-8, atol=1e-12, msg=lambda m, name=name: name + m)
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_minus_one_leaves_the_choice(ids):
     """Of a token and layer that has no routing, the last one of a rollout, say."""
@@ -132,6 +135,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_what_is_no_routing_is_refused(ids):
     model = build()

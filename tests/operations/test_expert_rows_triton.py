@@ -74,6 +74,7 @@ def rms_ratio(got, expected):
     return ((got.double() - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize(
     "case",
     [(1, 2, 16, None), (13, 3, 48, None), (7, 1, 32, [2]), (5, 2, 704, [0, 4]), (9, 5, 1032, None)],
@@ -110,6 +111,7 @@ def moves(tokens, top_k, size, dtype):
     return rows, order, order.argsort().view(tokens, top_k), weights, grad
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])], ids=str)
 @pytest.mark.parametrize("sizes", [(4, 8, 448), (3, 6, 700), (2, 16, 520), (2, 1, 7)], ids=str)
 def test_each_kernel_alone(sizes, dtype, poisoned):
@@ -130,6 +132,7 @@ def test_each_kernel_alone(sizes, dtype, poisoned):
     torch.testing.assert_close(got[1].double(), d_weights, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_release
 def test_tensors_with_gaps_are_laid_out():
     rows, _, inverse, weights, grad = moves(5, 3, 24, torch.float32)
     gaps = [torch.stack((t, t), dim=-1)[..., 0] for t in (rows, weights, grad)]
@@ -143,6 +146,7 @@ def test_tensors_with_gaps_are_laid_out():
         assert torch.equal(got, expected)
 
 
+@pytest.mark.one_release
 def test_no_token_takes_the_reference(launched):
     gate_up, down = torch.randn(4, 16, 24).requires_grad_(), torch.randn(4, 24, 8).requires_grad_()
     x, weights, ids = torch.zeros(0, 24).requires_grad_(), torch.zeros(0, 2).requires_grad_(), torch.zeros(0, 2).long()
@@ -152,6 +156,7 @@ def test_no_token_takes_the_reference(launched):
     assert not found[2].any() and not found[3].any()
 
 
+@pytest.mark.one_release
 def test_kernels_that_do_not_compile_leave_the_reference(monkeypatch, caplog):
     """Fault 82: both directions fall back, with the reason once; the experts' own kernels are not given up."""
     attempts = []
@@ -178,6 +183,7 @@ def test_kernels_that_do_not_compile_leave_the_reference(monkeypatch, caplog):
         dispatch._broken.clear()
 
 
+@pytest.mark.one_release
 def test_the_gradient_of_a_gradient_is_refused(launched):
     leaves, ids = make(3, 2, 16, torch.float32)
     out = experts.sorted_experts(leaves[0], ids, *leaves[1:], activation)

@@ -5,6 +5,8 @@ import torch
 
 from kimi_k3.kernels import dispatch, router
 
+pytestmark = pytest.mark.one_release
+
 pytest.importorskip("triton")
 router_triton = pytest.importorskip("kimi_k3.kernels.router_triton")
 

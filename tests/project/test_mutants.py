@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.one_release
+
 mutants = pytest.importorskip("mutants")
 
 

@@ -4,6 +4,8 @@ import pytest
 
 import tiny
 
+pytestmark = pytest.mark.one_release
+
 
 def sizes(config):
     linear = config.linear_attn_config

@@ -44,6 +44,7 @@ def test_generate_batch_gives_every_text_as_alone():
         torch.testing.assert_close(torch.tensor(output.logprobs, dtype=torch.float64), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.one_release
 def test_a_text_ends_at_its_end_token():
     text = alone(tuple(PROMPTS[0]))
     end = text[3]
@@ -51,6 +52,7 @@ def test_a_text_ends_at_its_end_token():
     assert output.generated_tokens == text[: text.index(end) + 1]
 
 
+@pytest.mark.one_release
 def test_several_answers_to_a_prompt_are_drawn_apart():
     drawn = GenerationConfig(do_sample=True, max_new_tokens=6, num_return_sequences=3, temperature=2.0)
     config = ContinuousBatchingConfig(seed=4)
@@ -85,6 +87,7 @@ def test_the_calls_of_a_manager():
     assert model().init_continuous_batching() is not manager
 
 
+@pytest.mark.one_release
 def test_results_come_to_a_loop():
     manager = model().init_continuous_batching(greedy())
     manager.start()
@@ -112,12 +115,14 @@ def test_what_a_batch_cannot_do_is_refused_by_name(setting):
         model().init_continuous_batching(greedy(**setting))
 
 
+@pytest.mark.one_release
 def test_calls_without_a_seed_draw_apart():
     drawn = GenerationConfig(do_sample=True, max_new_tokens=8, temperature=3.0)
     texts = [[output.generated_tokens for output in model().generate_batch(PROMPTS, drawn).values()] for _ in range(2)]
     assert texts[0] != texts[1]
 
 
+@pytest.mark.one_release
 def test_whoever_asks_may_be_in_inference_mode_or_under_autocast():
     for mode in (torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
         with mode:
@@ -126,6 +131,7 @@ def test_whoever_asks_may_be_in_inference_mode_or_under_autocast():
         assert [output.generated_tokens for output in outputs.values()] == expected
 
 
+@pytest.mark.one_release
 def test_tokens_of_another_vocabulary_and_another_model_are_refused():
     (failed,) = model().generate_batch([[5, tiny.VOCABULARY]], greedy()).values()
     assert failed.generated_tokens == [] and f"from 0 to {tiny.VOCABULARY - 1}" in failed.error

@@ -88,6 +88,7 @@ def make(**options):
     return PrefixCache(MODEL, **{"device_bytes": 1 << 30, "block": BLOCK, "every": EVERY, **options})
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 def test_a_second_turn_starts_where_the_first_ended():
     """Faults 46, 47: one turn kept, two different follow-ups; each equals a fresh run."""
@@ -100,6 +101,7 @@ def test_a_second_turn_starts_where_the_first_ended():
     assert check(cache, prompt[:20]) == 19
 
 
+@pytest.mark.one_release
 def test_a_shared_prefix_is_kept_when_it_is_seen_a_second_time():
     """No state lies where two texts part until the second one shows the place; the third starts there."""
     cache, system = make(every=400), tokens(50)
@@ -108,6 +110,7 @@ def test_a_shared_prefix_is_kept_when_it_is_seen_a_second_time():
     assert check(cache, system + tokens(20, 3)) == 48  # whole blocks of 4
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("changed", ["_code_digest", "_compiler"])
 def test_another_version_of_the_code_starts_afresh(changed, tmp_path, monkeypatch):
     """Its kernels may round elsewhere: files of this one are no exact prefix for it, and stay for who has it."""
@@ -138,12 +141,14 @@ def test_the_code_of_a_model_is_what_computes_its_states(data_dir, monkeypatch):
     assert any("peft" in file.parts for file in digested[1] - digested[0])
 
 
+@pytest.mark.one_release
 def test_the_fingerprint_names_the_folder_and_no_text(tmp_path):
     with contextlib.closing(make(folder=tmp_path, disk_bytes=1 << 30)) as cache:
         assert cache.index.namespace == prefix_cache.numerics_fingerprint(MODEL) == cache.disk.folder.name
         assert cache.index.root.key != cache.index.namespace
 
 
+@pytest.mark.one_release
 def test_a_digest_changes_with_a_file(tmp_path):
     file = tmp_path / "code.py"
     digests = []
@@ -159,6 +164,7 @@ def counting(forward, lengths):
     return lambda ids, **kwargs: lengths.append(ids.shape[1]) or forward(ids, **kwargs)
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 def test_states_exported_inside_a_forward(tmp_path):
     """In the same pass: forwards of up to 50 tokens instead of 12, hits at the same places, close to a cold run,
@@ -231,6 +237,7 @@ def test_generate_refuses_what_one_state_cannot_do(given, said):
     assert cache.stats()["lookups"] == 0
 
 
+@pytest.mark.one_release
 def test_bad_input_is_refused():
     for options in ({"block": 0}, {"every": 6}, {"device_bytes": -1}, {"disk_bytes": 5}, {"folder": "x"}):
         with pytest.raises(ValueError):
@@ -241,6 +248,7 @@ def test_bad_input_is_refused():
         make().forward(torch.ones(1, 0, dtype=torch.long))
 
 
+@pytest.mark.one_release
 def test_changed_weights_are_noticed():
     model = small_model(3)
     cache = PrefixCache(model, 1 << 30, block=BLOCK, every=EVERY)
@@ -251,6 +259,7 @@ def test_changed_weights_are_noticed():
         cache.forward(row(tokens(20)))
 
 
+@pytest.mark.one_release
 def test_bytes_counted_are_bytes_held_and_stay_in_the_budget():
     cache = make()
     check(cache, tokens(30))
@@ -260,6 +269,7 @@ def test_bytes_counted_are_bytes_held_and_stay_in_the_budget():
     assert sum(t.untyped_storage().nbytes() for t in held.values()) == cache.tiers[0].used
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("options", [{}, {"write_through": False}, None], ids=["device", "write-back", "three-tiers"])
 def test_what_is_in_use_stays(options, disk):
     """A squeeze of every tier in the middle of a prompt: states go, latents that it stands on stay until it is over."""
@@ -279,6 +289,7 @@ def test_what_is_in_use_stays(options, disk):
     cache.close()
 
 
+@pytest.mark.one_release
 def test_lru_goes_by_the_cost_of_computing_again():
     """Of two states of one size and age the one behind fewer tokens goes first."""
     cache = make(every=400)
@@ -290,6 +301,7 @@ def test_lru_goes_by_the_cost_of_computing_again():
     assert check(cache, tokens(6, 2)) == 0
 
 
+@pytest.mark.one_release
 def test_a_state_is_valid_in_all_layers_or_in_none(tmp_path):
     """A state file that lacks one layer is no state."""
     cache = make(device_bytes=0, folder=tmp_path, disk_bytes=1 << 30)
@@ -316,6 +328,7 @@ def test_write_back_moves_less_than_write_through(tmp_path):
     assert 0 < moved[False] < moved[True]
 
 
+@pytest.mark.one_release
 def test_closing_writes_what_only_memory_had(tmp_path):
     """With write-back nothing is on the disk before; a folder that is deleted meanwhile costs the files only."""
     options = {"folder": tmp_path / "kept", "disk_bytes": 1 << 30, "write_through": False}
@@ -330,6 +343,7 @@ def test_closing_writes_what_only_memory_had(tmp_path):
     cache.close()
 
 
+@pytest.mark.one_release
 def test_an_error_in_the_middle_leaves_nothing_pinned(monkeypatch):
     cache = make()
     check(cache, tokens(30))
@@ -345,6 +359,7 @@ def test_an_error_in_the_middle_leaves_nothing_pinned(monkeypatch):
     assert check(cache, tokens(40)) == 29
 
 
+@pytest.mark.one_release
 def test_prefetch_brings_a_prefix_up(tmp_path):
     cache = make(folder=tmp_path, disk_bytes=1 << 30)
     check(cache, tokens(30))
@@ -489,6 +504,7 @@ def at_step(step, action):
     return [criterion]
 
 
+@pytest.mark.one_release
 def test_a_blocked_disk_delays_no_token(disk, writes):
     cache = make(**disk)
     writes.gate.clear()
@@ -501,6 +517,7 @@ def test_a_blocked_disk_delays_no_token(disk, writes):
     assert hit_of_another(disk, [*text[0].tolist(), 3]) == 38
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("what", ["forward", "generate"])
 def test_copies_begin_behind_the_last_forward(disk, monkeypatch, what):
     """The thread has all the time it needs to begin in any of the forwards, and must not."""
@@ -524,6 +541,7 @@ def test_copies_begin_behind_the_last_forward(disk, monkeypatch, what):
     cache.close()
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("how", ["flush", "close", "flush in the middle"])
 def test_what_is_owed_is_paid(disk, writes, how):
     """In the middle of a generation nothing is begun before, and all of the prompt is there afterwards."""
@@ -543,6 +561,7 @@ def test_what_is_owed_is_paid(disk, writes, how):
     cache.close()
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize(("states", "shared"), [(4, {True, False}), (0, {False}), (1000, {True})])
 def test_what_the_device_evicts_or_refuses_is_copied_before(disk, monkeypatch, states, shared):
     """The tiers below share the tensors of the device's tier while it has them, and no longer."""
@@ -581,6 +600,7 @@ def test_what_the_device_evicts_or_refuses_is_copied_before(disk, monkeypatch, s
     assert hit_of_another(disk, [*prompt, 5]) == 59
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("states", [0, 4, 1000])
 def test_little_room_begins_files_at_once(disk, states):
     """Else all that the device could not hold would lie in host memory until a generation of minutes is over."""
@@ -609,6 +629,7 @@ def test_a_generation_that_breaks_off_pays_too(disk, writes):
     cache.close()
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("options", [{}, {"host_bytes": 1 << 30}, None], ids=["device", "host", "disk"])
 @pytest.mark.parametrize("write_through", [True, False])
 def test_a_closed_cache_says_so(disk, options, write_through):
@@ -627,6 +648,7 @@ def test_a_closed_cache_says_so(disk, options, write_through):
         assert hit_of_another(disk, tokens(30)) == 29
 
 
+@pytest.mark.one_release
 def test_two_threads_pay_once(disk, writes):
     """A short forward ends while another thread generates: it pays for both, and nothing is written twice."""
     cache, prompt = make(**disk), tokens(30)
@@ -646,6 +668,7 @@ def test_two_threads_pay_once(disk, writes):
     assert hit_of_another(disk, prompt) == 29 and hit_of_another(disk, tokens(20, 1)) == 19
 
 
+@pytest.mark.one_release
 def test_what_is_forgotten_is_not_written(disk, writes):
     cache = make(**disk)
     writes.gate.clear()
@@ -659,6 +682,7 @@ def test_what_is_forgotten_is_not_written(disk, writes):
     assert hit_of_another(disk, tokens(30)) == 0
 
 
+@pytest.mark.one_release
 def test_a_copy_that_fails_costs_the_copy(disk, monkeypatch, caplog):
     """Logged; the disk forgets the part, memory serves it, and later ones are written."""
     cache = make(**disk)
@@ -673,6 +697,7 @@ def test_a_copy_that_fails_costs_the_copy(disk, monkeypatch, caplog):
     assert hit_of_another(disk, tokens(30, 1)) == 29 and hit_of_another(disk, tokens(30)) == 0
 
 
+@pytest.mark.one_release
 def test_what_was_prefetched_is_there(disk, monkeypatch):
     """Copies to a GPU are not waited for where they are made: the future is done when they are."""
     cache, waited = make(**disk), []
@@ -683,6 +708,7 @@ def test_what_was_prefetched_is_there(disk, monkeypatch):
     cache.close()
 
 
+@pytest.mark.one_release
 def test_a_hit_copies_latents_into_buffers_with_room(monkeypatch):
     """The forward behind a hit does not copy them a second time to make room."""
     cache, grown, grow = make(), [], LatentCacheLayer._grown

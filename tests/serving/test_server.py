@@ -49,6 +49,7 @@ def test_greedy_answers_are_those_of_generate_streamed_or_not(running):
     assert running.ask(ids, max_tokens=24).json()["choices"] == answer["choices"]
 
 
+@pytest.mark.one_release
 def test_a_second_turn_is_found_in_the_prefix_cache(running):
     first = running.ask("Once there was a small boat", max_tokens=20).json()
     before = running.metric("kimi_k3_cached_tokens_total")
@@ -199,6 +200,7 @@ def test_time_and_queue_are_limited(model, monkeypatch):
     assert server.stop()
 
 
+@pytest.mark.one_release
 def test_a_stop_finishes_what_runs_and_writes_the_prefixes(model, tmp_path):
     server = Running(model, limits(), folder=tmp_path, disk_bytes=1 << 30)
     body = {"model": "small", "prompt": PROMPT, "temperature": 0, "max_tokens": 24, "stream": True}

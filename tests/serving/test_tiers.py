@@ -8,6 +8,8 @@ import torch
 
 from kimi_k3.serving import tiers
 
+pytestmark = pytest.mark.one_release
+
 
 def test_copies_of_a_gpu_are_waited_for_together(monkeypatch):
     """The calls, on a device that only notes them: behind what it was given last, on a stream that waits for the event

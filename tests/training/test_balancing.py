@@ -62,6 +62,7 @@ def start_from(model, seed=3, scale=0.1):
         router.e_score_correction_bias.copy_(bias - bias.mean())
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
 def test_the_bias_is_the_quantile_of_the_margins(activation):
     """The published estimator, evaluated one expert at a time, and within a bin of the quantile by sorting."""
@@ -95,6 +96,7 @@ def test_the_bias_is_the_quantile_of_the_margins(activation):
         assert abs(new.mean()) < 1e-12
 
 
+@pytest.mark.one_release
 def test_the_mean_stays_and_ema_keeps_a_share_of_the_old_bias():
     models = [build(), build()]
     for model, ema in zip(models, (0.0, 0.75), strict=True):
@@ -172,6 +174,7 @@ def stepped(model, *forwards, **options):
     return biases(model).clone(), loads
 
 
+@pytest.mark.one_release
 def test_the_split_into_micro_batches_does_not_matter():
     ids = tokens(7, 30)
     whole = stepped(build(), {"input_ids": ids})
@@ -179,6 +182,7 @@ def test_the_split_into_micro_batches_does_not_matter():
     assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_not_counted(side):
     lengths = (9, 17, 30)
@@ -202,6 +206,7 @@ def test_packed_documents_count_as_if_alone():
     torch.testing.assert_close(packed, alone, atol=1e-9, rtol=0)
 
 
+@pytest.mark.one_release
 def test_evaluation_is_not_counted_and_changes_nothing():
     expected = stepped(build(), {"input_ids": tokens(2, 30)})
     model = build()
@@ -229,6 +234,7 @@ def test_a_recomputed_forward_is_counted_once(reentrant):
     assert torch.equal(*counts)
 
 
+@pytest.mark.one_release
 def test_the_bias_is_no_parameter():
     """Fault 105: no gradient, not in an optimizer. Fault 104: training and evaluation choose the same experts."""
     model = build(skew=0.03)
@@ -238,6 +244,7 @@ def test_the_bias_is_no_parameter():
     torch.testing.assert_close(chosen_loads(model.train(), ids), chosen_loads(model.eval(), ids), atol=0, rtol=0)
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_router_that_runs_is_balanced(when):
     """Of an adapter that trains the router whole: its copy, and not the frozen one, which the reference passes of
@@ -277,6 +284,7 @@ def test_an_adapter_holds_the_biases_of_its_own_routers_alone(whole, tmp_path, m
     assert same == whole and ["modules_to_save=['gate']" in text for text in said] == ([] if whole else [True])
 
 
+@pytest.mark.one_release
 def test_what_cannot_be_balanced_is_refused():
     dense = build(num_experts=None, routed_expert_hidden_size=None)
     with pytest.raises(ValueError, match="no MoE layer"):
@@ -293,6 +301,7 @@ def test_what_cannot_be_balanced_is_refused():
         balancer.step()
 
 
+@pytest.mark.one_release
 def test_a_forward_that_is_not_finite_is_left_to_the_loss():
     """Whoever trains sees the loss; an index out of range would speak first, and end a process on a GPU."""
     model = build()

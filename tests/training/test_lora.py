@@ -61,6 +61,7 @@ EXPERTS_ONLY = {"attention": False, "dense": False, "experts": True, "shared": F
 # --- targets ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_release
 def test_each_part_names_its_modules(packed):
     """Faults 88, 89, 90, 93: the exact list of every part; 7 layers, the first dense, layers 3 and 6 MLA."""
     nothing = dict.fromkeys(("attention", "dense", "experts", "shared", "latent"), False)
@@ -88,6 +89,7 @@ def test_each_part_names_its_modules(packed):
     assert set(everything) == {"task_type", "target_modules"}
 
 
+@pytest.mark.one_release
 def test_the_router_is_a_parameter(packed):
     targets = lora_targets(packed, router=True)
     assert len(targets["target_parameters"]) == 6
@@ -96,6 +98,7 @@ def test_the_router_is_a_parameter(packed):
     assert len(trained) == 12
 
 
+@pytest.mark.one_release
 def test_the_number_of_adapted_tensors(model):
     """Faults 88, 93: two factors a Linear, four for the experts of a layer, and they are what trains."""
     adapter = get_peft_model(model, LoraConfig(r=2, **lora_targets(model)))
@@ -104,6 +107,7 @@ def test_the_number_of_adapted_tensors(model):
     assert all("lora_" in name for name in trained)
 
 
+@pytest.mark.one_release
 def test_what_is_not_there_is_refused(data_dir):
     """Fault 89: an adaptation that reaches nothing is an error."""
     dense = load(data_dir / "k3_dense_flat")
@@ -114,6 +118,7 @@ def test_what_is_not_there_is_refused(data_dir):
         lora_targets(dense, attention=False, dense=False)
 
 
+@pytest.mark.one_release
 def test_an_expert_without_weights_changes_only_its_own_tokens(data_dir):
     """Fault 13: experts are plain slices of a parameter, and nothing else depends on one of them."""
     model = load(data_dir / "k3_tiny_mxfp4", dequantize=True)
@@ -127,6 +132,7 @@ def test_an_expert_without_weights_changes_only_its_own_tokens(data_dir):
     assert torch.equal(changed, (chosen == 7).any(-1)) and changed.any() and not changed.all()
 
 
+@pytest.mark.one_release
 def test_a_second_adapter_has_the_same_targets(packed):
     before = lora_targets(packed, router=True)
     adapter = get_peft_model(packed, LoraConfig(r=2, **before))
@@ -154,6 +160,7 @@ def reference(model, adapter_name="default"):
     return plain
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 def test_the_update_is_that_of_the_factors(model):
     adapter = adapted(model, parts=EXPERTS_ONLY)
@@ -162,6 +169,7 @@ def test_the_update_is_that_of_the_factors(model):
     assert (expected - logits(adapter.unload())).abs().max() > 1e-2
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 def test_gradients_are_those_of_the_factors(model):
     """Through plain weights with the update built in full."""
@@ -200,6 +208,7 @@ def test_gradients_are_those_of_the_factors(model):
         torch.testing.assert_close(getattr(lora, name)["default"].grad, factor.grad, **EXACT)
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("trained", ["experts", "attention", "all but the experts"])
 def test_no_tensor_of_the_size_of_all_experts_is_made(model, trained):
     """Neither an update [E, out, in] nor decoded experts are alive between forward and backward."""
@@ -230,6 +239,7 @@ def test_no_tensor_of_the_size_of_all_experts_is_made(model, trained):
             assert not any(torch.equal(t, w) for t in alike for w in (weight, weight.T) if t.shape == w.shape)
 
 
+@pytest.mark.one_release
 def test_without_an_adapter_the_base_is_left_to_the_last_bit(model):
     """Fault 86: disabled, switched away from, and unloaded; parameters are the very same objects."""
     base, before = logits(model), {name: p.clone() for name, p in model.state_dict().items()}
@@ -242,12 +252,14 @@ def test_without_an_adapter_the_base_is_left_to_the_last_bit(model):
     assert all(torch.equal(value, before[name]) for name, value in plain.state_dict().items())
 
 
+@pytest.mark.one_release
 def test_a_new_adapter_changes_nothing_yet(model):
     base = logits(model)
     adapter = get_peft_model(model, LoraConfig(r=4, **lora_targets(model)))
     torch.testing.assert_close(logits(adapter.eval()), base, atol=1e-6, rtol=0)
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 def test_two_adapters(model):
     """Fault 86: they coexist, switch, act together and are deleted."""
@@ -268,6 +280,7 @@ def test_two_adapters(model):
     assert not [name for name in first.state_dict() if "second" in name]
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 def test_a_combination_that_would_leave_the_experts_out_is_refused(packed):
     """peft looks for factors of other names and would give the experts a new adapter that does nothing."""
@@ -286,6 +299,7 @@ def test_a_combination_that_would_leave_the_experts_out_is_refused(packed):
     torch.testing.assert_close(mixed, logits(adapter), **EXACT)
 
 
+@pytest.mark.one_release
 def test_the_scale_of_a_layer_is_that_of_its_experts(packed):
     adapter = adapted(packed, parts=EXPERTS_ONLY)
     layers = [module for module in adapter.modules() if isinstance(module, LoraLayer)]
@@ -302,6 +316,7 @@ def test_the_scale_of_a_layer_is_that_of_its_experts(packed):
     assert torch.equal(logits(adapter), acting)
 
 
+@pytest.mark.one_release
 def test_the_scale_is_alpha_by_the_rank_or_by_its_root(packed):
     """rsLoRA: 8 / sqrt(4) acts as an alpha of 16 does without it."""
     targets = {**lora_targets(packed, **EXPERTS_ONLY), "r": 4, "init_lora_weights": False}
@@ -314,6 +329,7 @@ def test_the_scale_is_alpha_by_the_rank_or_by_its_root(packed):
     assert torch.equal(found[0], found[1]) and not torch.allclose(found[0], found[2], atol=1e-3)
 
 
+@pytest.mark.one_release
 def test_dropout_acts_in_training_only(model):
     ids = tokens()
     adapter = adapted(model, parts=EXPERTS_ONLY, lora_dropout=0.5)
@@ -334,6 +350,7 @@ def test_mixed_precision(packed):
     assert len(grads) == 6 and all(torch.isfinite(grad).all() and grad.any() for grad in grads)
 
 
+@pytest.mark.one_release
 def test_options_that_do_nothing_here_are_refused(packed):
     for options, message in (
         ({"use_dora": True}, "use_dora"),
@@ -368,6 +385,7 @@ def test_merging_into_float_weights(model, tmp_path, data_dir):
     assert torch.equal(logits(again), logits(merged))
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 def test_merging_into_packed_experts_rounds_once(packed, tmp_path):
     adapter = adapted(packed, parts=EXPERTS_ONLY)
@@ -386,6 +404,7 @@ def test_merging_into_packed_experts_rounds_once(packed, tmp_path):
     assert torch.equal(logits(again), logits(merged))
 
 
+@pytest.mark.one_release
 @pytest.mark.portable
 def test_merging_in_place_is_undone_to_the_last_bit(model):
     base = logits(model)
@@ -402,6 +421,7 @@ def test_merging_in_place_is_undone_to_the_last_bit(model):
         assert torch.equal(logits(adapter), base)
 
 
+@pytest.mark.one_release
 def test_an_update_that_is_not_finite_leaves_the_weights_alone(model):
     adapter = adapted(model, parts=EXPERTS_ONLY)
     layer = next(module for module in adapter.modules() if isinstance(module, LoraLayer))

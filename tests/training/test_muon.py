@@ -48,6 +48,7 @@ def by_name(model, groups):
     return found
 
 
+@pytest.mark.one_release
 def test_copies_that_an_adapter_trains_have_the_blocks_of_their_originals(model):
     names = ["q_proj", "kv_b_proj", "o_proj", "gate"]
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["k_proj"], modules_to_save=names))
@@ -59,6 +60,7 @@ def test_copies_that_an_adapter_trains_have_the_blocks_of_their_originals(model)
         assert (algorithm, blocks) == ("muon", expected[part]), name
 
 
+@pytest.mark.one_release
 def test_every_parameter_has_its_group(model):
     found = by_name(model, muon_groups(model, weight_decay=0.1))
     assert set(found) == {name for name, _ in model.named_parameters()}
@@ -94,6 +96,7 @@ def test_every_parameter_has_its_group(model):
     assert {name: found[name] for name in expected} == expected
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("folder", ["kimi_linear_flat", "k3_dense_flat"])
 def test_the_other_families_are_covered(folder, data_dir):
     model = AutoModelForCausalLM.from_pretrained(data_dir / folder, dtype=torch.float32)
@@ -101,6 +104,7 @@ def test_the_other_families_are_covered(folder, data_dir):
     assert set(found) == {name for name, _ in model.named_parameters()}
 
 
+@pytest.mark.one_release
 def test_packed_and_frozen_parameters_are_left_out(data_dir):
     model = AutoModelForCausalLM.from_pretrained(data_dir / "k3_tiny_mxfp4", dtype=torch.float32)
     model.get_output_embeddings().weight.requires_grad_(False)
@@ -114,6 +118,7 @@ class Rounded(nn.Module):
         return mxfp4(weight)
 
 
+@pytest.mark.one_release
 def test_weights_under_a_rounding_keep_their_rule(model):
     plain = by_name(model, muon_groups(model))
     for layer in model.model.layers[1:]:
@@ -124,6 +129,7 @@ def test_weights_under_a_rounding_keep_their_rule(model):
     assert shorter == plain
 
 
+@pytest.mark.one_release
 def test_an_unknown_parameter_is_refused(model):
     model.model.layers[1].extra = nn.Parameter(torch.zeros(3, 3))
     with pytest.raises(ValueError, match=r"layers\.1\.extra \[3, 3\]"):
@@ -132,6 +138,7 @@ def test_an_unknown_parameter_is_refused(model):
         PerHeadMuon([{"params": [model.lm_head.weight]}])
 
 
+@pytest.mark.one_release
 def test_a_step_is_that_of_torch_on_every_matrix_alone():
     """Three steps; what torch sees are copies of single heads and experts, cut out here by hand."""
     model = tiny.model("kkm").train()
@@ -177,6 +184,7 @@ def test_a_step_is_that_of_torch_on_every_matrix_alone():
         assert torch.equal(vectors[name], copied), name
 
 
+@pytest.mark.one_release
 def test_a_weak_head_moves_as_far_as_a_strong_one():
     """What per-head means: with one whole matrix the strong head would take the whole step."""
     torch.manual_seed(0)
@@ -195,6 +203,7 @@ def test_a_weak_head_moves_as_far_as_a_strong_one():
     assert moved[None][0].max() < 0.2
 
 
+@pytest.mark.one_release
 def test_a_saved_state_continues_on_the_same_path(model):
     optimizer = PerHeadMuon(muon_groups(model), lr=0.01)
     backward(model)
@@ -304,6 +313,7 @@ def test_qk_clip_measures_the_pairs_that_attend(model, kind, implementation, mon
     torch.testing.assert_close(clip.step(), torch.stack(expected), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.one_release
 def test_qk_clip_shrinks_the_heads_above_the_threshold_only(model):
     attention = model.model.layers[3].self_attn
     with torch.no_grad():

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM
 from kimi_k3.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from kimi_k3.training import finish_qat, qat, start_qat
 
+pytestmark = pytest.mark.one_release
+
 FOLDER = "k3_tiny_mxfp4"
 IDS = torch.arange(3, 43).view(2, 20)
 

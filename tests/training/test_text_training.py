@@ -69,6 +69,7 @@ def documents_of(row):
     return [byte_tokenizer().decode(ids[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("name", ["text.jsonl", "text.parquet"])
 def test_an_epoch_has_every_document_once(data, name, monkeypatch):
     # `datasets` waits five seconds for its threads at the end of every epoch of parquet
@@ -106,6 +107,7 @@ def test_a_row_costs_what_its_documents_cost_alone(checkpoint, data):
         torch.testing.assert_close(packed, alone, rtol=1e-5, atol=0)
 
 
+@pytest.mark.one_release
 def test_the_stream_continues_where_it_was(data):
     stream, _ = rows_of(data / "text.jsonl", 17)
     state = json.loads(json.dumps(stream.state_dict()))
@@ -116,6 +118,7 @@ def test_the_stream_continues_where_it_was(data):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.one_release
 def test_files_that_lost_documents_are_not_continued(tmp_path):
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
@@ -128,6 +131,7 @@ def test_files_that_lost_documents_are_not_continued(tmp_path):
             again.next_row()
 
 
+@pytest.mark.one_release
 def test_long_documents_are_cut_on_request(tmp_path):
     file = tmp_path / "book.txt"
     file.write_text(document(0, 200))
@@ -157,6 +161,7 @@ def finished(checkpoint, data, tmp_path_factory):
     return out
 
 
+@pytest.mark.one_release
 def test_the_rate_rises_and_falls_to_a_hundredth():
     run = text_run.TextRun(["a.txt"], 400, 8, 1, 2.0, 0, False)
     assert [run.rate_at(step) for step in (0, 1, 3)] == [0.5, 1.0, 2.0]  # a hundredth of the steps
@@ -264,6 +269,7 @@ def refusal(capsys, *argv):
     return capsys.readouterr().err
 
 
+@pytest.mark.one_release
 def test_data_that_cannot_work_is_refused(checkpoint, data, tmp_path, capsys):
     empty, long, other = tmp_path / "empty.txt", tmp_path / "long.txt", tmp_path / "other.jsonl"
     empty.touch()
@@ -284,6 +290,7 @@ def test_data_that_cannot_work_is_refused(checkpoint, data, tmp_path, capsys):
         assert message in refusal(capsys, *argv)
 
 
+@pytest.mark.one_release
 def test_settings_that_cannot_work_are_refused(checkpoint, data, tmp_path, capsys):
     argv = arguments(checkpoint, data / "text.jsonl", tmp_path / "run", "--steps", "2", "--context", "1")
     assert "must be at least 2" in refusal(capsys, *argv)
@@ -295,6 +302,7 @@ def test_settings_that_cannot_work_are_refused(checkpoint, data, tmp_path, capsy
     assert "nothing to balance" in refusal(capsys, *argv)
 
 
+@pytest.mark.one_release
 def test_token_ids_out_of_range_are_refused(checkpoint, data, tmp_path, capsys):
     config = KimiK3TextConfig.from_pretrained(checkpoint)
     config.vocab_size = 100
@@ -321,6 +329,7 @@ def test_a_loss_that_is_not_finite_loses_no_state(checkpoint, data, tmp_path, ca
     assert len(losses(tmp_path / "run")) == 6
 
 
+@pytest.mark.one_release
 def test_a_run_that_meets_a_long_document_goes_on_when_it_may_be_cut(checkpoint, tmp_path, capsys):
     file, run = tmp_path / "text.jsonl", tmp_path / "run"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, "x" * 100]))
@@ -333,6 +342,7 @@ def test_a_run_that_meets_a_long_document_goes_on_when_it_may_be_cut(checkpoint,
     assert "split_long was True, is False" in refusal(capsys, *argv)
 
 
+@pytest.mark.one_release
 def test_a_damaged_state_or_a_file_for_a_folder_is_one_sentence(checkpoint, data, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "state.pt").write_text("not a state")
@@ -344,6 +354,7 @@ def test_a_damaged_state_or_a_file_for_a_folder_is_one_sentence(checkpoint, data
         cli.main([*argv, "--seed", "-5"])
 
 
+@pytest.mark.one_release
 def test_a_run_of_other_settings_is_not_continued(finished, checkpoint, data, capsys):
     argv = arguments(checkpoint, data / "text.jsonl", finished, "--steps", "40", "--from-scratch")
     assert "steps was 18, is 40" in refusal(capsys, *argv)

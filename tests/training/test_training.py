@@ -63,6 +63,7 @@ def test_seeds_reproduce_bit_for_bit(variant, checkpointing):
     assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
 
 
+@pytest.mark.one_release
 def test_an_idle_expert_has_a_zero_gradient_and_the_bias_none():
     """Faults 98, 105: no rank waits for a gradient; the selection bias is no parameter and no step moves it."""
     model, ids = build().train(), tokens(2, 30)
@@ -133,6 +134,7 @@ def test_experts_of_another_process_add_nothing_in_training_on_a_gpu(monkeypatch
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_parts_of_experts_are_not_rounded_before_they_are_added(monkeypatch):
     """Tensor parallelism sums what every process makes of its part of the width, in float32 (docs/distributed.md)."""
@@ -151,6 +153,7 @@ def test_parts_of_experts_are_not_rounded_before_they_are_added(monkeypatch):
     assert (total - whole).norm() < 2**-7 * whole.norm()
 
 
+@pytest.mark.one_release
 @torch.no_grad()
 def test_forced_routing_takes_the_flips_of_near_ties_away():
     """Fault 102: router logits are reported, flips happen where their margin is small, and routing can be forced."""
