@@ -16,7 +16,7 @@ import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ try:  # transformers' check of a folder's code passes over the imports of a `try
     from peft.tuners.adalora import AdaLoraLayer, AdaLoraModel
     from peft.tuners.lora import LoraConfig, LoraLayer, LoraModel
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge, onload_layer
-    from peft.utils import get_peft_model_state_dict, hotswap
+    from peft.utils import AuxiliaryTrainingWrapper, get_peft_model_state_dict, hotswap
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("adapters need peft: pip install 'kimi-k3[train]'", name=error.name) from error
 
@@ -282,7 +282,8 @@ def teach_peft() -> None:
     """Change what peft does with our models, once in a process; nothing changes for others.
 
     * Routed experts that are a target get `LoraExperts`.
-    * An adapter that cannot be added, or whose file lacks a tensor, is refused and leaves the model as it was.
+    * An adapter that cannot be added, or whose file lacks a tensor or has others, is refused and leaves the model as it
+      was.
     * A merge that one of the layers refuses leaves all of them as they were.
     * What would pass over the factors of the experts in silence is refused: `add_weighted_adapter`, hotswapping.
     * Prefix tuning and cartridges are refused: they train keys and values of attention, and KDA layers have none.
@@ -488,6 +489,7 @@ def _whole(load):
             with unchanged_on_error(self):
                 result = load(self, model_id, adapter_name, *args, **kwargs)
                 refuse_missing(self, model_id, result.missing_keys, adapter_name)
+                refuse_unplaced(self, model_id, result.unexpected_keys)
         except BaseException:
             if not known:
                 self.peft_config.pop(adapter_name, None)
@@ -528,6 +530,25 @@ def refuse_missing(model: Any, place: Any, missing: list[str], adapter_name: str
             f"the adapter in {place} lacks {names[0]}{more}, and its configuration asks for it on this model: get it "
             "again, or load it onto the model that it was trained on"
         )
+
+
+def refuse_unplaced(model: nn.Module, place: Any, unexpected: Iterable[str]) -> None:
+    """Raise ValueError for a tensor of an adapter's file that belongs to a layer which the model, or the adapter on it,
+    has not.
+
+    peft would leave it out without a word. What tuners keep for themselves beside their parameters may be left out.
+    """
+    for name in sorted(unexpected):
+        module = model
+        for part in name.split("."):
+            if part not in module._modules:
+                break
+            module = module._modules[part]  # type: ignore[assignment]
+        if ".layers." in f".{name}" and not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            raise ValueError(
+                f"the adapter in {place} has {name}, which has no place on this model: load it onto the model that it "
+                "was trained on"
+            )
 
 
 def refuse_other_scale(there: Any, config: Any, place: Any, **options: Any) -> None:

@@ -221,7 +221,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
             ValueError: names the first tensor of the adapter that is missing, or the scale of one that would take the
                 place of an adapter with another scale (`hotswap=True`).
         """
-        from .lora_kimi_k3 import refuse_missing, refuse_other_scale, unchanged_on_error
+        from .lora_kimi_k3 import refuse_missing, refuse_other_scale, refuse_unplaced, unchanged_on_error
 
         adapter_name = adapter_name or "default"
         had_adapters = self._hf_peft_config_loaded
@@ -233,7 +233,9 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         try:
             with unchanged_on_error(self):
                 report = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
-                refuse_missing(self, peft_model_id or "the state dict", sorted(report.missing_keys), adapter_name)
+                place = peft_model_id or "the state dict"
+                refuse_missing(self, place, sorted(report.missing_keys), adapter_name)
+                refuse_unplaced(self, place, report.unexpected_keys)
         except BaseException:
             self._hf_peft_config_loaded = had_adapters
             if not known:

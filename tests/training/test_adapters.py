@@ -421,6 +421,26 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(way, tmp_path):
     assert same_tree(tree(holder), before) and torch.equal(logits(holder), computed)
 
 
+@pytest.mark.parametrize("trained_on", ["more layers", "experts"])
+@pytest.mark.parametrize("way", ["PeftModel", "second", "load_adapter"])
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_another_model_is_refused(way, trained_on, tmp_path):
+    """peft leaves out, without a word, what it finds no layer for."""
+    trained, changes = (tiny.model("kmkkm"), {}) if trained_on == "more layers" else (base(), tiny.DENSE)
+    adapted(trained, lora(target_modules=["q_proj", "experts"])(trained)).save_pretrained(tmp_path)
+    model = base(**changes)
+    holder = adapted(model, lora()(model)) if way == "second" else model
+    computed, before = logits(holder), tree(holder)
+    with pytest.raises(
+        ValueError, match=r"the adapter in .* has .*layers\.(3|4|1\..*experts).*, which has no place on"
+    ):
+        if way == "PeftModel":
+            PeftModel.from_pretrained(model, tmp_path)
+        else:
+            holder.load_adapter(str(tmp_path), "other")
+    assert same_tree(tree(holder), before) and torch.equal(logits(holder), computed)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_numbers_of_a_loaded_adapter(tmp_path):
     """peft keeps factors in float32; transformers rounds those beside weights of bfloat16, as for all models."""
