@@ -41,6 +41,10 @@ _MASK_CONTRADICTS = (
 )
 
 
+class RefusedForward(ValueError):
+    """A forward that cannot work and fed nothing: its cache is as it was."""
+
+
 class HybridCache(Cache):
     """Cache of a Kimi K3 model: `KDACacheLayer` and `LatentCacheLayer`, one a decoder layer.
 
@@ -179,19 +183,19 @@ class HybridCache(Cache):
             runs: how many of them will run; fewer in a draft that exits early.
 
         Raises:
-            ValueError: for a cache of other layers or rows, one that is full, and one on which a forward was broken off
-                or left out layers; for a mask that contradicts what was fed, since a column read as a token is part of
-                every state.
+            RefusedForward: for a cache of other layers or rows, one that is full, and one on which a forward left out
+                layers; for a mask that contradicts what was fed, since a column read as a token is part of every state.
+            ValueError: for a cache on which a forward was broken off.
         """
         self.check_whole()
         self._check_room(*embeds.shape[:2])
         self._check_layers(is_linear, runs)
         if attention_mask is None and self.padded:
-            raise ValueError(_MASK_MISSING)
+            raise RefusedForward(_MASK_MISSING)
         inside = range(1, embeds.shape[1])
         recurrent = [layer for layer in self.layers if isinstance(layer, KDACacheLayer)] if padding else []
         if any(column - layer.seq_length in inside for layer in recurrent for column in layer.snapshot_columns):
-            raise ValueError("a forward with padding exports no states: call keep_states for rows without padding")
+            raise RefusedForward("a forward with padding exports no states: call keep_states for rows without padding")
         if self.is_compileable:
             self._take_mask_in_place(attention_mask, embeds)
         elif attention_mask is not None:
@@ -205,28 +209,29 @@ class HybridCache(Cache):
             if isinstance(seen, torch.Tensor):  # checked where the count lies, without waiting for it
                 torch._assert_async(seen <= places, full)
             elif seen > places:
-                raise ValueError(full)
-        if self.batch_size not in (-1, rows):
-            raise ValueError(
+                raise RefusedForward(full)
+        # `not in (-1, rows)` would be true of equal numbers where a compiled graph has any number of rows
+        if self.batch_size != -1 and self.batch_size != rows:
+            raise RefusedForward(
                 f"the cache holds {self.batch_size} rows, the input has {rows}: cache.batch_repeat_interleave(n) or "
                 "cache.batch_select_indices(rows) fit it"
             )
 
     def _check_layers(self, is_linear: list[bool], runs: int) -> None:
         if not self.is_compileable and len({layer.get_seq_length() for layer in self.layers[:runs]}) > 1:
-            raise ValueError(
+            raise RefusedForward(
                 "the layers of this cache stand at different tokens, as after a draft that exits early: restore a "
                 "snapshot, or start over with cache.reset()"
             )
         kinds = ["recurrent_state" in layer.tensor_names for layer in self.layers]
         if kinds != is_linear[: len(kinds)] or len(kinds) < runs:
-            raise ValueError("the cache belongs to a model with other layers: its states mean nothing to this one")
+            raise RefusedForward("the cache belongs to a model with other layers: its states mean nothing to this one")
 
     def _take_mask(self, attention_mask: torch.Tensor, padding: bool) -> None:
         mask, cached = attention_mask.to(torch.bool, copy=True), self.get_seq_length()
         known = torch.ones_like(mask[:, :cached]) if self.real is None else self.real.to(mask.device)
         if not torch.equal(mask[:, :cached], known):
-            raise ValueError(_MASK_CONTRADICTS)
+            raise RefusedForward(_MASK_CONTRADICTS)
         if padding or self.padded:
             self.real = mask
 
@@ -253,7 +258,7 @@ class HybridCache(Cache):
             if torch.compiler.is_compiling() or (length == 1 and not waited):
                 torch._assert_async(agrees, refusal)
             elif not agrees:
-                raise ValueError(refusal)
+                raise RefusedForward(refusal)
         self.real.copy_(mask)
 
     def _replace_real(self, real: torch.Tensor | None) -> None:

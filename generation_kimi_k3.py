@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation import ContinuousBatchingConfig, GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
-from .cache_kimi_k3 import HybridCache
+from .cache_kimi_k3 import HybridCache, RefusedForward
 from .graph_kimi_k3 import CapturedForward, CapturedSteps, can_capture, has_graphs, release_steps
 from .routing_kimi_k3 import check_generation
 from .warmup_kimi_k3 import warm_up_all, warm_up_once
@@ -72,11 +72,14 @@ def one_cache(cache: Any, past_key_values: Any) -> HybridCache | None:
 
 
 def _marking(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled forward notes on its cache what it did only when it has run, so one that fails is noted here."""
+    """A compiled forward notes on its cache what it did only when it has run, so one that fails is noted here, unless
+    it was refused before it began: by us, or by a trace of the one graph that it should have been."""
 
     def call(**inputs: Any) -> Any:
         try:
             return compiled(**inputs)
+        except (RefusedForward, torch._dynamo.exc.Unsupported):
+            raise
         except BaseException:
             if (cache := inputs.get(CACHE_ARGUMENT)) is not None:
                 cache.is_whole = False

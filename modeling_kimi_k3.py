@@ -26,7 +26,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.output_capturing import OutputRecorder
 
 from .adapters_kimi_k3 import teach_peft_when_imported
-from .cache_kimi_k3 import STATIC_ATTENTION, HybridCache
+from .cache_kimi_k3 import STATIC_ATTENTION, HybridCache, RefusedForward
 from .cache_layers_kimi_k3 import STATIC_AUTOGRAD
 from .checkpoint_kimi_k3 import (
     WISHES,
@@ -466,12 +466,12 @@ class KimiK3Model(KimiK3PreTrainedModel):
     def _embedded(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         """What enters the first layer, [B, T, hidden]."""
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+            raise RefusedForward("pass exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if inputs_embeds.dim() != 3 or inputs_embeds.shape[:2].numel() == 0:
             entered, form = (inputs_embeds, "[B, T, hidden]") if input_ids is None else (input_ids, "[B, T]")
-            raise ValueError(f"the input has shape {tuple(entered.shape)}, expected {form} with a token at least")
+            raise RefusedForward(f"the input has shape {tuple(entered.shape)}, expected {form} with a token at least")
         return inputs_embeds
 
     def _cache_to_fill(
@@ -484,30 +484,30 @@ class KimiK3Model(KimiK3PreTrainedModel):
         """The caller's cache, or a new one; None where a forward is to build none, or cannot."""
         if not use_cache:
             if cache is not None and int(cache.get_seq_length()) > 0:
-                raise ValueError(
+                raise RefusedForward(
                     "use_cache=False would ignore the tokens in the cache that was given: leave one of them out"
                 )
             return None
         packed = packing is not None and packing.documents is not None
         if packed and cache is not None:
-            raise ValueError("packed documents cannot share a cache: it holds one state for each row")
+            raise RefusedForward("packed documents cannot share a cache: it holds one state for each row")
         if self.gradient_checkpointing and self.training:
             if cache is not None:
-                raise ValueError(
+                raise RefusedForward(
                     "gradient checkpointing recomputes the forward, so it cannot go with a cache: call model.eval() "
                     "before generate"
                 )
             logger.warning_once("gradient checkpointing recomputes the forward, so no cache is built")
             return None
         if cache is not None and cache.is_compileable and self.config._attn_implementation not in STATIC_ATTENTION:
-            raise ValueError(
+            raise RefusedForward(
                 f"attn_implementation={self.config._attn_implementation!r} cannot read the part of a static cache "
                 "that is filled: use 'sdpa' with it"
             )
         if cache is not None and cache.is_compileable and torch.is_grad_enabled():
             weights = self.layers[0].self_attn.parameters()
             if embeds.requires_grad or any(weight.requires_grad for weight in weights):
-                raise ValueError(STATIC_AUTOGRAD)  # as a layer would, after others were fed
+                raise RefusedForward(STATIC_AUTOGRAD)  # as a layer would, after others were fed
         return HybridCache(self.config) if cache is None and not packed else cache
 
     def _attention_mask(

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask
 
-from .cache_kimi_k3 import HybridCache
+from .cache_kimi_k3 import HybridCache, RefusedForward
 
 
 @dataclasses.dataclass
@@ -104,7 +104,7 @@ def find_packing(
         else:
             seen = length + int(cached)
             if attention_mask.shape != (batch, seen):
-                raise ValueError(
+                raise RefusedForward(
                     f"attention_mask has shape {tuple(attention_mask.shape)}, expected {(batch, seen)}: one column for "
                     "each token in the cache and each new one"
                 )
@@ -175,7 +175,7 @@ def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cac
     # a static cache counts in a tensor once it holds tokens
     continuing = isinstance(cached, torch.Tensor) or cached > 0
     if continuing and cu_seq_lens is not None:
-        raise ValueError("cu_seq_lens_q describes packed documents, which cannot continue a cache")
+        raise RefusedForward("cu_seq_lens_q describes packed documents, which cannot continue a cache")
     if continuing and torch.compiler.is_compiling():  # no value may be read on the host
         return None
     starts = torch.zeros(batch, length, dtype=torch.bool, device=device)
@@ -183,12 +183,12 @@ def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cac
         position_ids = position_ids[None]
     if cu_seq_lens is not None:
         if not isinstance(cu_seq_lens, torch.Tensor) or cu_seq_lens.dim() != 1:
-            raise ValueError("cu_seq_lens_q must be a 1-D tensor, the offsets of the documents of one packed row")
+            raise RefusedForward("cu_seq_lens_q must be a 1-D tensor, the offsets of the documents of one packed row")
         if batch != 1:
-            raise ValueError(f"cu_seq_lens_q describes one packed row, but the batch has {batch} rows")
+            raise RefusedForward(f"cu_seq_lens_q describes one packed row, but the batch has {batch} rows")
         offsets = cu_seq_lens.to(device).long()
         if offsets[0] != 0 or offsets[-1] != length or (offsets.diff() < 0).any():
-            raise ValueError(
+            raise RefusedForward(
                 f"cu_seq_lens_q must rise from 0 to the length of the row ({length}), got {offsets.tolist()}"
             )
         starts[0, offsets[:-1][offsets[:-1] < length]] = True
@@ -196,7 +196,7 @@ def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cac
         if position_ids.dim() != 2:  # positions of several axes say nothing about documents
             return None
         if position_ids.shape not in ((1, length), (batch, length)):
-            raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}, expected {(batch, length)}")
+            raise RefusedForward(f"position_ids has shape {tuple(position_ids.shape)}, expected {(batch, length)}")
         positions = position_ids.to(device).expand(batch, -1)
         previous = positions[:, :-1]
         if real is not None:
@@ -213,7 +213,7 @@ def _document_starts(real, position_ids, cu_seq_lens, batch, length, device, cac
     if not starts.any():
         return None
     if continuing:
-        raise ValueError("position_ids restart as in packed documents, which cannot continue a cache")
+        raise RefusedForward("position_ids restart as in packed documents, which cannot continue a cache")
     starts[:, 0] = True
     return starts
 
@@ -226,11 +226,12 @@ def packed_offsets(kwargs: dict[str, Any]) -> torch.Tensor | None:
         kwargs.pop(name, None)
     passed = [each for each in named if each is not None]
     if any(other is not passed[0] and not torch.equal(other, passed[0].to(other)) for other in passed[1:]):
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k name different documents")
+        raise RefusedForward("cu_seq_lens_q and cu_seq_lens_k name different documents")
     offsets = passed[0] if passed else None
     if offsets is None and seq_idx is not None:
         if seq_idx.dim() != 2 or seq_idx.shape[0] != 1:
-            raise ValueError(f"seq_idx numbers the documents of one packed row, but has shape {tuple(seq_idx.shape)}")
+            shape = tuple(seq_idx.shape)
+            raise RefusedForward(f"seq_idx numbers the documents of one packed row, but has shape {shape}")
         changes = seq_idx[0].diff().nonzero().flatten() + 1
         offsets = torch.cat([changes.new_zeros(1), changes, changes.new_tensor([seq_idx.shape[1]])])
     return offsets
@@ -241,11 +242,11 @@ def check_mask(attention_mask: Any) -> None:
     if attention_mask is None:
         return
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
-        raise ValueError("attention_mask must be 2-D, one column for each token seen: KDA layers read no other form")
+        raise RefusedForward("attention_mask must be 2-D, a column for each token seen: KDA layers read no other form")
     if not attention_mask.is_floating_point() or attention_mask.is_meta or torch.compiler.is_compiling():
         return
     if not ((attention_mask == 0) | (attention_mask == 1)).all():
-        raise ValueError(
+        raise RefusedForward(
             "attention_mask holds numbers other than 0 and 1: pass 1 for a token and 0 for padding, not what is "
             "added to the scores"
         )

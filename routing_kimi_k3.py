@@ -8,6 +8,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
+from .cache_kimi_k3 import RefusedForward
 from .configuration_kimi_k3 import KimiK3TextConfig
 
 
@@ -27,13 +28,13 @@ def checked_routing(
         layers: all decoder layers of the forward.
 
     Raises:
-        ValueError: for what is no such tensor, and for a model without routed experts.
+        RefusedForward: for what is no such tensor, and for a model without routed experts.
     """
     if routed_experts is None and not wanted:
         return None
     moe_layers = sum(hasattr(layer, "block_sparse_moe") for layer in layers)
     if not moe_layers:
-        raise ValueError(
+        raise RefusedForward(
             "this model has no routed experts: leave routed_experts, output_routed_experts and output_router_logits "
             "out (trl asks for the last one where router_aux_loss_coef is set)"
         )
@@ -42,7 +43,7 @@ def checked_routing(
     expected, most = [*embeds.shape[:2], moe_layers, config.num_experts_per_token], (config.num_experts or 0) - 1
     found = list(routed_experts.shape) if isinstance(routed_experts, torch.Tensor) else type(routed_experts).__name__
     if found != expected or routed_experts.dtype.is_floating_point or routed_experts.dtype == torch.bool:
-        raise ValueError(
+        raise RefusedForward(
             f"routed_experts must be integers [B, T, MoE layers, experts a token], here {expected}, not {found}"
             f"{f' of {routed_experts.dtype}' if found == expected else ''}"
         )
@@ -52,7 +53,7 @@ def checked_routing(
     ordered = routed_experts.sort(dim=-1).values
     valid = (ordered[..., 0] >= 0) & (ordered[..., -1] <= most) & (ordered.diff(dim=-1) > 0).all(dim=-1)
     if not (valid | (ordered == -1).all(dim=-1)).all():
-        raise ValueError(
+        raise RefusedForward(
             f"routed_experts must name {expected[-1]} different experts from 0 to {most} for every token and MoE "
             "layer, or be -1 in all of these places, where the router chooses"
         )

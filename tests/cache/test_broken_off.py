@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import CompileConfig
 
 import tiny
 from kimi_k3 import CACHE_ARGUMENT as CACHE
@@ -17,6 +18,7 @@ from kimi_k3 import (
     KimiK3ForTokenClassification,
     generation_kimi_k3,
 )
+from kimi_k3.cache_kimi_k3 import RefusedForward
 from rounding import EXACT
 
 LAYERS = "kmk"
@@ -134,14 +136,31 @@ def test_a_head_for_labels_counts_too(kind):
     assert (made is None) == (kind is KimiK3ForTokenClassification) and (made is None or made.is_whole)
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
 @torch.no_grad()
-def test_a_compiled_forward_that_fails_is_noted(model):
-    """It notes on the cache what it did only when it has run."""
-    cache = HybridCache(model.config, max_length=9)
+def test_a_compiled_forward_that_fails_is_noted_and_one_that_is_refused_is_not(fullgraph):
+    """It notes on the cache what it did only when it has run. Of one whole graph Dynamo hands on the sentence alone.
+
+    After two numbers of rows a graph is for any number of them.
+    """
+    torch._dynamo.reset()
+    model = tiny.model("k", **tiny.DENSE)
+    cache, prompt, new = HybridCache(model.config, max_length=9), tokens(3).repeat(2, 1), tokens(2, 1).repeat(2, 1)
+    step = model.get_compiled_call(CompileConfig(backend="eager", fullgraph=fullgraph, mode=None))
+    step(input_ids=prompt, **{CACHE: cache})
+    refused = {"the cache holds 2 rows": {"input_ids": new[:1]}}
+    if fullgraph:  # where graphs may break, each of these compiles parts anew
+        refused["attention_mask must be 2-D"] = {"input_ids": new, "attention_mask": torch.ones(2, 1, 2, 5)}
+    for said, wrong in refused.items():
+        with pytest.raises(torch._dynamo.exc.Unsupported if fullgraph else RefusedForward, match=said):
+            step(**wrong, **{CACHE: cache})
+        assert cache.is_whole and cache.get_seq_length() == 3, said
+    right = model(torch.cat([prompt, new], dim=1)).logits[:, 3:]
+    torch.testing.assert_close((step if fullgraph else model)(input_ids=new, **{CACHE: cache}).logits, right)
     with pytest.raises(Broken):
-        generation_kimi_k3._marking(stop)(**{CACHE: cache})
+        generation_kimi_k3._marking(stop)(input_ids=new, **{CACHE: cache})
     with pytest.raises(ValueError, match="broken off"):
-        model(tokens(2), **{CACHE: cache})
+        model(new, **{CACHE: cache})
 
 
 PLACES = [(name, behind) for name, _, behind in places(tiny.model(LAYERS))]
