@@ -9,10 +9,11 @@ does for speculative decoding: while recording, a KDA layer keeps its state of a
 inputs since then, a few KB a token, and rebuilds the state from the tokens that stay.
 """
 
+import contextlib
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ STATIC_ATTENTION = ("eager", "sdpa")
 _ONE_STATE = "a static cache keeps one state: use HybridCache(config) without max_length"
 _FORMAT = "kimi-k3 HybridCache 3"
 _BROKEN_OFF = (
-    "a forward on this cache was broken off, so nobody knows which of its tokens were fed: restore a snapshot, or "
-    "start over with cache.reset()"
+    "a forward on this cache, or a change of it, was broken off, so nobody knows which of its tokens were fed: restore "
+    "a snapshot, or start over with cache.reset()"
 )
 _MASK_MISSING = (
     "the cache holds padding, so every call needs the attention_mask of all columns; without it the MLA layers would "
@@ -78,7 +79,8 @@ class HybridCache(Cache):
         # [B, max_length], a buffer like those of the layers, of which the first `get_seq_length()` columns count.
         self.real: torch.Tensor | None = None
         self.padded = False  # whether padding is known, without reading a value, to have been fed
-        self.is_whole = True  # whether every forward that began on it has returned, its head included
+        # whether every forward that began on it has returned, its head included, and all layers have every other change
+        self.is_whole = True
 
     @property
     def nbytes(self) -> int:
@@ -147,22 +149,33 @@ class HybridCache(Cache):
         """Return to the boundary of a snapshot, which stays usable."""
         if [type(layer) for layer in self.layers] != [type(kept) for kept in snapshot.layers]:
             raise ValueError("restore takes a snapshot of this cache: that one has other layers")
+        self.is_whole = False
         self.layers = [layer.restored(kept) for layer, kept in zip(self.layers, snapshot.layers, strict=True)]
-        self.padded, self.is_whole = snapshot.padded, snapshot.is_whole
+        self.padded = snapshot.padded
         self._replace_real(snapshot.real)
+        self.is_whole = snapshot.is_whole
 
     def reset(self) -> None:
+        self.is_whole = False
         super().reset()
-        self.padded, self.is_whole = False, True
+        self.padded = False
         self._replace_real(None)
+        self.is_whole = True
 
     def check_whole(self) -> None:
         """
         Raises:
-            ValueError: if a forward on the cache was broken off, whatever it had reached.
+            ValueError: if a forward on the cache was broken off, whatever it had reached, or another change of it.
         """
         if not self.is_whole:
             raise ValueError(_BROKEN_OFF)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around what changes one layer after another: where it is broken off, they do not belong together."""
+        before, self.is_whole = self.is_whole, False
+        yield
+        self.is_whole = before
 
     def commit(self) -> None:
         """After the forward that `begin` announced, once nothing behind it can fail any more: its tokens are fed."""
@@ -275,14 +288,19 @@ class HybridCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        if self.real is not None:
-            self._replace_real(self.real.index_select(0, indices.to(self.real.device)))
+        if indices.device.type == "cpu" and (rows := self.batch_size) >= 0:
+            torch.arange(rows).index_select(0, indices)  # which fails before anything is changed
+        with self._changing():
+            super().batch_select_indices(indices)
+            if self.real is not None:
+                self._replace_real(self.real.index_select(0, indices.to(self.real.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.real is not None:
-            self._replace_real(self.real.repeat_interleave(repeats, dim=0))
+        torch.arange(1).repeat_interleave(repeats)  # which fails before anything is changed
+        with self._changing():
+            super().batch_repeat_interleave(repeats)
+            if self.real is not None:
+                self._replace_real(self.real.repeat_interleave(repeats, dim=0))
 
     def to(self, device: torch.device | str | None) -> "HybridCache":
         """Move every layer, in place; None moves nothing, as of a tensor: hooks of accelerate that have no device.
@@ -301,9 +319,12 @@ class HybridCache(Cache):
         What a recording cache keeps for `crop` is not written.
 
         Raises:
-            ValueError: if the cache is empty, or a forward on it was broken off.
+            ValueError: if the cache is empty, a forward on it was broken off, its layers stand at different tokens, or
+                the model has other layers.
         """
         self.check_whole()
+        is_linear = [kind == "linear_attention" for kind in model.config.get_text_config(decoder=True).layer_types]
+        self._check_layers(is_linear, len(is_linear))
         if self.get_seq_length() == 0:
             raise ValueError("the cache is empty, there is nothing to save")
         tensors = {
@@ -354,11 +375,13 @@ class HybridCache(Cache):
                 off; the cache is unchanged.
         """
         self.check_whole()
-        # KDA layers first, in both senses: they are the ones that can refuse, and all of them recorded the same span.
-        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, LatentCacheLayer)):
-            layer.crop(tokens_to_remove)
-        if self.real is not None and not self.is_compileable:
-            self.real = self.real[:, : self.get_seq_length()]
+        for layer in self.layers:
+            layer.check_crop(tokens_to_remove)
+        with self._changing():
+            for layer in self.layers:
+                layer.crop(tokens_to_remove)
+            if self.real is not None and not self.is_compileable:
+                self.real = self.real[:, : self.get_seq_length()]
 
 
 def committing(forward: Callable[..., Any]) -> Callable[..., Any]:

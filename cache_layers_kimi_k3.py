@@ -98,6 +98,14 @@ class _StateLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.batch_select_indices(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
 
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """How many columns `crop(tokens_to_remove)` takes back.
+
+        Raises:
+            ValueError: if it cannot.
+        """
+        return _columns_to_remove(tokens_to_remove, self.seq_length)
+
     def restored(self, kept: Any) -> "_StateLayer":
         """The layer that stands at the boundary of `kept`, the layer of a snapshot."""
         return kept.fork()
@@ -242,18 +250,21 @@ class KDACacheLayer(_StateLayer):
         if self.seq_length in self.snapshot_columns:
             self.snapshots[self.seq_length] = self.state
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Go back by |tokens_to_remove| columns, to what is then the boundary to which the next `crop` can return."""
-        remove = _columns_to_remove(tokens_to_remove, self.seq_length)
-        recorded = self.recording.columns
+    def check_crop(self, tokens_to_remove: int) -> int:
+        remove, recorded = super().check_crop(tokens_to_remove), self.recording.columns
         if remove > recorded:
             raise ValueError(
                 f"cannot remove {remove} tokens: a KDA layer recorded the last {recorded}. Call "
                 "cache.activate_past_recording() before the forward whose tokens may be removed; at least the last "
                 f"{self.recording.reach} can then be taken back"
             )
-        if remove:
-            self.state = self.recording.state_after(recorded - remove, self.state, self.batch_size)
+        return remove
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Go back by |tokens_to_remove| columns, to what is then the boundary to which the next `crop` can return."""
+        if remove := self.check_crop(tokens_to_remove):
+            left = self.recording.columns - remove
+            self.state = self.recording.state_after(left, self.state, self.batch_size)
             self.seq_length -= remove
             self.snapshots = {column: state for column, state in self.snapshots.items() if column <= self.seq_length}
         self.recording.clear()
@@ -432,7 +443,7 @@ class LatentCacheLayer(_StateLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last columns; their place in the buffer is written over."""
-        self.seq_length -= _columns_to_remove(tokens_to_remove, self.seq_length)
+        self.seq_length -= self.check_crop(tokens_to_remove)
 
     def reset(self) -> None:
         self._holders.discard(self)
@@ -501,9 +512,14 @@ class _StaticLayer(_StateLayer):
             'max_length, or cache_implementation="dynamic"'
         )
 
-    def crop(self, tokens_to_remove: int) -> None:
-        if _columns_to_remove(tokens_to_remove, int(self.get_seq_length())):
+    def check_crop(self, tokens_to_remove: int) -> int:
+        if remove := _columns_to_remove(tokens_to_remove, int(self.get_seq_length())):
             self.activate_past_recording()
+        return remove
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """By none: what takes columns back is refused."""
+        self.check_crop(tokens_to_remove)
 
     @property
     def batch_size(self) -> int:

@@ -163,6 +163,78 @@ def test_a_compiled_forward_that_fails_is_noted_and_one_that_is_refused_is_not(f
         model(new, **{CACHE: cache})
 
 
+CHANGES = {
+    "batch_select_indices": lambda cache: cache.batch_select_indices(torch.tensor([1, 0])),
+    "batch_repeat_interleave": lambda cache: cache.batch_repeat_interleave(2),
+    "reset": lambda cache: cache.reset(),
+    "crop": lambda cache: cache.crop(-2),  # refused by a static cache
+    "restored": lambda cache: cache.restore(cache.snapshot()),  # of a static cache, in its buffers
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "max_length"),
+    [(name, None) for name in CHANGES if name != "restored"] + [(name, 20) for name in CHANGES if name != "crop"],
+)
+@torch.no_grad()
+def test_a_change_that_is_broken_off_between_two_layers_is_noted(model, change, max_length, monkeypatch):
+    """Layers of other rows, or at other tokens, do not belong together; a forward would not see it."""
+    ids, new, cache = (
+        tokens(7).repeat(2, 1),
+        tokens(3, 1).repeat(2, 1),
+        HybridCache(model.config, max_length=max_length),
+    )
+    if max_length is None:
+        cache.activate_past_recording()
+    model(ids, **{CACHE: cache})
+    snapshot = cache.snapshot()
+    right = model(new, **{CACHE: cache}).logits
+    for i in range(len(LAYERS)):
+        cache.restore(snapshot)
+        with monkeypatch.context() as patch, pytest.raises(Broken):
+            patch.setattr(cache.layers[i], change, stop)
+            CHANGES[change](cache)
+        for refused in (lambda: model(new, **{CACHE: cache}), cache.snapshot, lambda: cache.save("nowhere", model)):
+            with pytest.raises(ValueError, match="broken off"):
+                refused()
+    cache.restore(snapshot)
+    assert torch.equal(model(new, **{CACHE: cache}).logits, right)
+
+
+@torch.no_grad()
+def test_layers_that_do_not_belong_together_are_not_saved(model, tmp_path):
+    """As after a forward that left layers out, or under the name of another model."""
+    cache = HybridCache(model.config)
+    model(tokens(4), **{CACHE: cache})
+    model.config.num_hidden_layers = 2
+    try:
+        model(tokens(2), **{CACHE: cache})
+    finally:
+        model.config.num_hidden_layers = len(LAYERS)
+    with pytest.raises(ValueError, match="stand at different tokens"):
+        cache.save(tmp_path / "cache", model)
+    cache.reset()
+    model(tokens(4), **{CACHE: cache})
+    for layers in ("km", "kmkk", "kmm"):
+        with pytest.raises(ValueError, match="belongs to a model with other layers"):
+            cache.save(tmp_path / "cache", tiny.model(layers))
+    assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_rows_that_are_not_there_change_nothing(model):
+    cache = HybridCache(model.config)
+    model(tokens(4), **{CACHE: cache})
+    for refused in (
+        lambda: cache.batch_select_indices(torch.tensor([1])),
+        lambda: cache.batch_select_indices(torch.tensor([True])),
+        lambda: cache.batch_repeat_interleave(-1),
+    ):
+        with pytest.raises((IndexError, RuntimeError)):
+            refused()
+        assert cache.is_whole and cache.batch_size == 1
+
+
 PLACES = [(name, behind) for name, _, behind in places(tiny.model(LAYERS))]
 STEPS = st.one_of(
     st.tuples(st.just("feed"), st.integers(1, 5)),
