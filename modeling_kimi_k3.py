@@ -404,7 +404,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         cache, commit = one_cache(cache, past_key_values), kwargs.pop("commit", True)
         embeds = self._embedded(input_ids, inputs_embeds)
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        check_mask(attention_mask)
+        check_mask(attention_mask, embeds.shape[1])
         layers = self.layers[: self.config.num_hidden_layers]  # lowered while a draft exits early
         wants_routers = bool(output_routed_experts or output_router_logits)
         routed_experts = checked_routing(routed_experts, wants_routers, embeds, layers, self.config)

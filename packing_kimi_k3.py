@@ -237,16 +237,17 @@ def packed_offsets(kwargs: dict[str, Any]) -> torch.Tensor | None:
     return offsets
 
 
-def check_mask(attention_mask: Any) -> None:
-    """Refuse what is not [B, S] of ones and zeros."""
+def check_mask(attention_mask: Any, new_columns: int) -> None:
+    """Refuse what is not [B, S] of ones and zeros. Whole numbers are not looked at again in steps of one token."""
     if attention_mask is None:
         return
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
         raise RefusedForward("attention_mask must be 2-D, a column for each token seen: KDA layers read no other form")
-    if not attention_mask.is_floating_point() or attention_mask.is_meta or torch.compiler.is_compiling():
+    is_known = attention_mask.dtype == torch.bool or (new_columns == 1 and not attention_mask.is_floating_point())
+    if is_known or attention_mask.is_meta or torch.compiler.is_compiling():
         return
     if not ((attention_mask == 0) | (attention_mask == 1)).all():
         raise RefusedForward(
-            "attention_mask holds numbers other than 0 and 1: pass 1 for a token and 0 for padding, not what is "
-            "added to the scores"
+            "attention_mask holds numbers other than 0 and 1: pass 1 for a token and 0 for padding, not what is added "
+            "to the scores, nor numbers of packed documents, which position_ids tell apart"
         )

@@ -516,7 +516,8 @@ def test_checkpointing_holds_less(float_model):
 
 @torch.no_grad()
 def test_masks_of_numbers(model):
-    """1 and 0 of any type are a mask; what is added to the scores would be read as its opposite, and is refused."""
+    """1 and 0 of any type are a mask. What is added to the scores would be read as its opposite, and numbers of packed
+    documents as one text: refused."""
     ids, mask = padded("left")
     expected = model(ids, attention_mask=mask).logits[mask.bool()]
     for dtype in (torch.bool, torch.float32):
@@ -525,3 +526,6 @@ def test_masks_of_numbers(model):
         added = torch.where(mask.bool(), 0.0, padding)
         with pytest.raises(ValueError, match="other than 0 and 1"):
             model(ids, attention_mask=added)
+    for numbers in ((mask - 1) * 10_000, mask.cumsum(-1).clamp(max=2) * mask):
+        with pytest.raises(ValueError, match="nor numbers of packed documents"):
+            model(ids, attention_mask=numbers)
