@@ -3,14 +3,16 @@
 import hashlib
 import http.client
 import json
-import time
+import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import Future
 
 from .sizing import EvalError, Prompt, Tokens
 from .suite import Task, answer_room
 
 PROBE = "The grass is green."
+LONGEST = 16 << 20  # bytes of a reply, which has some kilobytes
 
 
 class EndpointReader:
@@ -62,22 +64,19 @@ class EndpointReader:
         Raises:
             EvalError: for an error, silence longer than the timeout, or a reply of another form.
         """
-        body = {"model": self.model, "prompt": text, "max_tokens": most, "temperature": 0}
-        request = urllib.request.Request(
-            self.url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
-        )
+        asked = {"model": self.model, "prompt": text, "max_tokens": most, "temperature": 0}
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                answer = json.loads(self._body(reply))
-        except urllib.error.HTTPError as error:
-            message = " ".join(error.read(1000).decode(errors="replace").split())  # on one line
-            raise EvalError(f"the endpoint {self.url} answered {error.code} {error.reason}: {message[:300]}") from error
-        except (OSError, http.client.HTTPException) as error:
+            body = self._body(json.dumps(asked).encode())
+        except EvalError:
+            raise
+        except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: an address that is none
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
                 raise EvalError(f"the endpoint {self.url} gave no answer within {self.timeout} seconds") from error
             raise EvalError(f"the endpoint {self.url} cannot be reached: {reason}") from error
-        except ValueError as error:
+        try:
+            answer = json.loads(body)
+        except (ValueError, RecursionError) as error:
             raise EvalError(f"the endpoint {self.url} did not answer in JSON") from error
         try:
             text = answer["choices"][0]["text"]
@@ -88,11 +87,28 @@ class EndpointReader:
         usage = answer.get("usage")
         return text, usage.get("prompt_tokens") if isinstance(usage, dict) else None
 
-    def _body(self, reply):
-        """All bytes of a reply, within the timeout: that of a socket alone would start again with each byte."""
-        end, parts = time.monotonic() + self.timeout, []
-        while part := reply.read1():
-            parts.append(part)
-            if time.monotonic() > end:
-                raise TimeoutError
-        return b"".join(parts)
+    def _body(self, asked):
+        """All bytes of a reply, within the timeout: that of a socket alone would start again with each byte, of a
+        header too, so a thread reads them, which is left to itself when the time is over."""
+        body = Future()
+
+        def read():
+            try:
+                body.set_result(self._read(asked))
+            except Exception as error:  # whatever it is, somebody waits for it
+                body.set_exception(error)
+
+        threading.Thread(target=read, name="endpoint", daemon=True).start()
+        return body.result(self.timeout)
+
+    def _read(self, asked):
+        request = urllib.request.Request(self.url, asked, {"Content-Type": "application/json"}, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                found = reply.read(LONGEST + 1)
+        except urllib.error.HTTPError as error:
+            message = " ".join(error.read(1000).decode(errors="replace").split())  # on one line
+            raise EvalError(f"the endpoint {self.url} answered {error.code} {error.reason}: {message[:300]}") from error
+        if len(found) > LONGEST:
+            raise EvalError(f"the endpoint {self.url} answered with more than {LONGEST:,} bytes")
+        return found

@@ -459,6 +459,15 @@ class Server(http.server.BaseHTTPRequestHandler):
                 while not self.gone.wait(0.1):
                     self.wfile.write(b" ")
             return None
+        if mood in ("header drip", "flood"):
+            part = b"a" if mood == "header drip" else b"a" * (1 << 20)
+            if mood == "flood":
+                self.send_response(200)
+                self.end_headers()
+            with contextlib.suppress(OSError):
+                while not self.gone.wait(0.1 if mood == "header drip" else 0):
+                    self.wfile.write(part)
+            return None
         found = re.search(r"secret number of \w+ is (\d+)", asked["prompt"])
         reply = {"choices": [{"text": f" {found.group(1)}." if found else "?"}]}
         reply["usage"] = {"prompt_tokens": len(asked["prompt"]) + (7 if mood == "other tokenizer" else 0)}
@@ -469,6 +478,7 @@ class Server(http.server.BaseHTTPRequestHandler):
             "empty": b'{"choices": []}',
             "number": b'{"choices": [3]}',
             "no list": b'{"choices": {}}',
+            "deep": b"[" * 100_000,
         }
         body = forms.get(mood, json.dumps(reply).encode())
         self.send_response(200)
@@ -532,6 +542,9 @@ def test_a_server_that_cuts_prompts_gets_no_score(server, tmp_path):
     [
         ("slow", "gave no answer within 0.5 seconds"),
         ("drip", "gave no answer within 0.5 seconds"),
+        ("header drip", "gave no answer within 0.5 seconds"),
+        ("flood", "answered with more than 16,777,216 bytes"),
+        ("deep", "did not answer in JSON"),
         ("error", "answered 503 overloaded"),
         ("text", "did not answer in JSON"),
         ("empty", r"answered without choices\[0\].text"),
@@ -543,4 +556,4 @@ def test_a_server_that_cuts_prompts_gets_no_score(server, tmp_path):
 def test_servers_that_are_refused_at_the_start(mood, sentence, server):
     Server.mood = mood
     with pytest.raises(EvalError, match=sentence):
-        EndpointReader(server, "model", LETTERS, timeout=0.5 if mood in ("slow", "drip") else PATIENCE)
+        EndpointReader(server, "model", LETTERS, timeout=0.5 if mood in ("slow", "drip", "header drip") else PATIENCE)
