@@ -11,11 +11,14 @@ Kimi K3; their scaled rotary embedding is refused, because nothing here could ve
 import json
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from ..checkpoint_kimi_k3 import refuse_unusable_values
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,10 @@ class DSparkConfig:
         """
         try:
             data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{folder} holds no draft: {error}") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"{folder} holds no draft: its config.json is no object")
         if data.get("rope_scaling"):
             raise ValueError(f"{folder}: a draft with rope_scaling is not implemented")
         known = {field.name: field.default is MISSING for field in fields(cls)}
@@ -57,7 +62,24 @@ class DSparkConfig:
         missing = sorted(name for name, needed in known.items() if needed and name not in data)
         if unknown or missing:
             raise ValueError(f"{folder}: the draft's config has unknown keys {unknown} and lacks {missing}")
+        if wrong := [name for name, value in data.items() if not _can_be(name, value)]:
+            raise ValueError(f"{folder}: the draft's {wrong[0]} cannot be {str(data[wrong[0]])[:100]}")
+        if data["mask_token_id"] >= data["vocab_size"]:
+            raise ValueError(f"{folder}: the draft's mask_token_id is none of its {data['vocab_size']} tokens")
         return cls(**{**data, "target_layer_ids": tuple(data["target_layer_ids"])})
+
+
+def _can_be(name: str, value: Any) -> bool:
+    """Whether a field of a draft's config has a value that means something."""
+    if name == "model_type":
+        return value == DSparkConfig.model_type
+    if name == "target_layer_ids":
+        return isinstance(value, list) and bool(value) and all(type(layer) is int and layer >= 0 for layer in value)
+    if name in ("rope_theta", "rms_norm_eps"):
+        return type(value) in (int, float) and 0 < value < float("inf")
+    if type(value) is not int or (name == "qk_rope_head_dim" and value % 2):
+        return False
+    return value >= (0 if name == "mask_token_id" else 1)
 
 
 def rotary(positions: torch.Tensor, size: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,7 +218,7 @@ class DSparkDraft(nn.Module):
         """The draft in a folder, on the target's device and in its dtype.
 
         Raises:
-            ValueError: if there is none, or it was made for a model of other sizes.
+            ValueError: if there is none or it is damaged, or it was made for a model of other sizes.
         """
         config, text = DSparkConfig.read(folder), target.config.get_text_config(decoder=True)
         for name in ("vocab_size", "hidden_size"):
@@ -206,9 +228,15 @@ class DSparkDraft(nn.Module):
         if max(config.target_layer_ids) >= text.num_hidden_layers:
             layer, layers = max(config.target_layer_ids), text.num_hidden_layers
             raise ValueError(f"{folder} taps layer {layer}, but the model has {layers} layers, counted from 0")
-        draft = cls(config)
         try:
-            draft.load_state_dict(load_file(folder / "model.safetensors"))
-        except (OSError, RuntimeError) as error:
+            weights = load_file(folder / "model.safetensors")
+            refuse_unusable_values(weights)
+            layers = {name.split(".")[1] for name in weights if name.startswith("layers.")}
+            if len(layers) != config.num_hidden_layers:  # before as many are made
+                raise ValueError(f"{len(layers)} layers in the file, {config.num_hidden_layers} in the config")
+            with torch.device("meta"):
+                draft = cls(config)
+            draft.load_state_dict(weights, assign=True)
+        except Exception as error:  # of whatever type the reader has for what it cannot read
             raise ValueError(f"{folder}: the draft's weights do not fit its config: {error}") from error
         return draft.to(target.device, target.dtype).eval()

@@ -12,6 +12,7 @@ command continues a killed run (from `windows.pt` and `training.pt` beside the r
 import argparse
 import hashlib
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
 
-from ..cli.common import Parser, UsageError, add_debug, broken, explained, load_tokenizer, run_or_explain
+from ..cli.common import Parser, UsageError, add_debug, broken, explained, load_tokenizer, number, run_or_explain
 from ..files_kimi_k3 import DamagedFile, load_state, remove_state, save_state
 from ..fingerprint_kimi_k3 import model_fingerprint
 from ..modeling_kimi_k3 import KimiK3ForCausalLM
@@ -139,7 +140,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=4096, help=f"of {WINDOW} tokens")
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--rate", type=float, default=1e-2, help="of Muon, at most")
+    rate = number(float, lambda rate: 0 < rate < float("inf"), "must be a number above 0")
+    parser.add_argument("--rate", type=rate, default=1e-2, help="of Muon, at most")
     parser.add_argument("--seed", type=int, default=0)
     add_debug(parser)
     options = parser.parse_args(argv)
@@ -154,14 +156,17 @@ def run(options: argparse.Namespace) -> None:
     """Train a draft in the folder `out`, from where an earlier call ended."""
     kept = f"{options.out} keeps windows and the state after every {SAVED_EVERY} steps"
     with lock(options.out, UsageError), keeping(f"{kept}, and the same command goes on from there"):
-        train(options)
+        with explained(FloatingPointError):
+            train(options)
         (options.out / "lock").unlink()
 
 
 def train(options: argparse.Namespace) -> None:
     with broken(f"the model in {options.model} cannot be loaded"):
         model = KimiK3ForCausalLM.from_pretrained(options.model, dtype=torch.float32, dequantize=True).eval()
-    tokenizer, text = load_tokenizer(options.model), options.text.read_text(encoding="utf-8")
+    tokenizer = load_tokenizer(options.model)
+    with broken(f"the text in {options.text} cannot be used"):
+        text = options.text.read_text(encoding="utf-8")
     chosen = {
         "weights_sha256": model_fingerprint(model, with_head=True),
         "tokenizer_sha256": tokenizer_digest(tokenizer),
@@ -204,7 +209,12 @@ def train(options: argparse.Namespace) -> None:
             group["lr"] = rate if group["algorithm"] == "muon" else ADAMW * rate
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        if not math.isfinite(loss.item() + norm.item()):
+            raise FloatingPointError(
+                f"step {step + 1}: the loss is {loss.item()} and the gradient's norm {norm.item()}; the last saved "
+                "state is untouched"
+            )
         optimizer.step()
         shares.append(share)
         bar.set_postfix(loss=f"{loss.item():.3f}", accepted=f"{share:.3f}")

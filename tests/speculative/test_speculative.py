@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import kimi_k3
 import tiny
@@ -166,12 +166,35 @@ def test_files(model, draft, tmp_path):
         ('"markov_rank": 9', '"markov_rank": 8', "do not fit"),
         ('"markov_rank": 9,', "", "lacks"),
         ("    2\n", "    7\n", "taps layer 7"),
+        ("    2\n", "    -1\n", "target_layer_ids cannot be"),
+        ('"hidden_size": 56', '"hidden_size": "56"', "hidden_size cannot be 56"),
+        (
+            '"num_hidden_layers": 2',
+            '"num_hidden_layers": 1000000000',
+            "do not fit its config: 2 layers in the file",
+        ),
+        ('"rope_theta": 50000.0', '"rope_theta": NaN', "rope_theta cannot be nan"),
+        ('"mask_token_id": 31', '"mask_token_id": 99999', "mask_token_id is none of its"),
+        ('"k3_dspark"', '"eagle"', "model_type cannot be eagle"),
+        (config, "[]", "holds no draft: its config.json is no object"),
+        (config, "[" * 100_000, "holds no draft"),
     ):
+        assert old in config
         (tmp_path / "config.json").write_text(config.replace(old, new))
         with pytest.raises(ValueError, match=said):
             DSparkDraft.load(tmp_path, model)
     with pytest.raises(ValueError, match="holds no draft"):
         DSparkDraft.load(tmp_path / "none", model)
+    (tmp_path / "config.json").write_text(config)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["context_norm.weight"][3] = float("nan")
+    save_file(tensors, weights)
+    with pytest.raises(ValueError, match=r"context_norm\.weight has 1 values that are not finite"):
+        DSparkDraft.load(tmp_path, model)
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"do not fit its config: .*[Hh]eader"):
+        DSparkDraft.load(tmp_path, model)
 
 
 def test_bad_input_is_refused(model, draft):
@@ -254,6 +277,10 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(trainer, tmp_path, monk
         patched.setattr(trainer, "block_loss", killed)
         assert run("broken") == 130
     assert "interrupted; " in (line := capsys.readouterr().err.splitlines()[-1]) and "same command goes on" in line
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "block_loss", lambda *arguments: (loss(*arguments)[0] * float("inf"), 0.0))
+        assert run("broken") == 2
+    assert "step 3: the loss is inf" in capsys.readouterr().err
     assert run("broken", "--seed", "1") == 2
     assert "other settings (seed was 0, is 1)" in capsys.readouterr().err
     with lock(tmp_path / "broken", ValueError):
@@ -266,7 +293,10 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(trainer, tmp_path, monk
     assert files == {"config.json", "model.safetensors", "training_report.json"}
     (tmp_path / "text.txt").write_text("Too short.", encoding="utf-8")
     assert run("none") == 2 and "needs at least" in capsys.readouterr().err
+    (tmp_path / "text.txt").write_bytes(b"caf\xe9")
+    assert run("none") == 2 and "text.txt cannot be used: UnicodeDecodeError" in capsys.readouterr().err
     (tmp_path / "text.txt").unlink()
-    with pytest.raises(SystemExit):
-        run("none")
-    assert "is no file" in capsys.readouterr().err
+    for wrong, said in ((), "is no file"), (("--rate", "nan"), "must be a number above 0"):
+        with pytest.raises(SystemExit):
+            run("none", *wrong)
+        assert said in capsys.readouterr().err
