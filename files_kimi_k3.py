@@ -188,6 +188,19 @@ def load_tensors(path: str | os.PathLike) -> tuple[dict[str, str], dict[str, tor
     return metadata, tensors
 
 
+def save_described(tensors: Mapping[str, torch.Tensor], weights: Path, description: str, config: Path) -> None:
+    """A safetensors file and the JSON text that says what its tensors are, of an adapter for example.
+
+    What was there stays until both are written. A kill leaves the former pair, the new one, or tensors without a text,
+    but none of two halves, which would load.
+    """
+    with written_whole(config) as text, written_whole(weights) as file:
+        text.write_text(description + "\n", encoding="utf-8")
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+        sync(file)
+        config.unlink(missing_ok=True)
+
+
 # --- states of a training --------------------------------------------------------------------------------------------
 
 

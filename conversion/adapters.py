@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from peft.utils.other import get_pattern_key
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from ..files_kimi_k3 import save_described
 from .source import ConversionError, read_config, read_json
 
 _EXPERT_FACTOR = re.compile(r"^(.*\.experts)\.(\d+)\.(w[123])\.lora_([AB])\.weight$")
@@ -84,8 +85,8 @@ def import_expert_loras(source: str | os.PathLike, destination: str | os.PathLik
     config["target_modules"] = sorted(name for name in modules if not f".{name}".endswith(parameters))
 
     destination.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, destination / "adapter_model.safetensors", metadata={"format": "pt"})
-    (destination / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    description = json.dumps(config, indent=2)
+    save_described(tensors, destination / "adapter_model.safetensors", description, destination / "adapter_config.json")
 
 
 def _without_experts(pattern: dict | None) -> dict:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from ..checkpoint_kimi_k3 import refuse_unusable_values
+from ..files_kimi_k3 import save_described
 
 
 @dataclass(frozen=True)
@@ -210,8 +211,8 @@ class DSparkDraft(nn.Module):
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(asdict(self.config), indent=2) + "\n", encoding="utf-8")
-        save_file(self.state_dict(), folder / "model.safetensors")
+        description = json.dumps(asdict(self.config), indent=2)
+        save_described(self.state_dict(), folder / "model.safetensors", description, folder / "config.json")
 
     @classmethod
     def load(cls, folder: Path, target: torch.nn.Module) -> "DSparkDraft":

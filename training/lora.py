@@ -8,8 +8,9 @@ from pathlib import Path
 
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
-from safetensors.torch import save_file
 from torch import nn
+
+from ..files_kimi_k3 import save_described
 
 
 def lora_targets(
@@ -107,9 +108,9 @@ def export_expert_loras(model: PeftModel, folder: str | Path, adapter_name: str 
                         config[patterns] = {full_name: value, **(config[patterns] or {})}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(exported, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config["inference_mode"] = True
     modules = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in exported}
     parameters = tuple(f".{target.rpartition('.')[0]}" for target in config["target_parameters"] or ())
     config["target_modules"] = sorted(name for name in modules if not f".{name}".endswith(parameters))
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, default=sorted) + "\n")
+    description = json.dumps(config, indent=2, default=sorted)
+    save_described(exported, folder / "adapter_model.safetensors", description, folder / "adapter_config.json")

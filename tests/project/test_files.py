@@ -1,11 +1,16 @@
 """What is written is whole or not there, and known when it was damaged: states, records and tensors."""
 
+import contextlib
+import functools
+import itertools
 import json
+import os
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kimi_k3 import files_kimi_k3 as files
 from kimi_k3.runs_kimi_k3 import lock
@@ -166,3 +171,28 @@ def test_a_lock_that_is_taken_away_meanwhile_is_made_anew(tmp_path, monkeypatch)
     monkeypatch.setattr(fcntl, "flock", after_the_holder)
     with lock(tmp_path, ValueError), pytest.raises(ValueError, match="another process is working in"):
         lock(tmp_path, ValueError)
+
+
+def test_tensors_and_their_description_are_never_two_halves(tmp_path, monkeypatch):
+    """Wherever writing ends: the former pair, the new one, or no description, without which nothing loads."""
+    weights, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    former, new = ({"a": torch.full((3,), float(number))} for number in (1, 2))
+    outcomes = set()
+    for number in range(12):
+        files.save_described(former, weights, "former", config)
+        with monkeypatch.context() as patch:
+            calls = itertools.count()
+
+            def killed(*arguments, real, calls=calls, number=number):
+                if next(calls) == number:
+                    raise SystemExit
+                return real(*arguments)
+
+            for name in ("fsync", "replace"):
+                patch.setattr(os, name, functools.partial(killed, real=getattr(os, name)))
+            with contextlib.suppress(SystemExit):
+                files.save_described(new, weights, "new", config)
+        held = int(load_file(weights)["a"][0])
+        outcomes.add((held, config.read_text().strip() if config.exists() else None))
+        assert not list(tmp_path.glob("*.writing"))
+    assert outcomes == {(1, "former"), (1, None), (2, None), (2, "new")}
