@@ -23,7 +23,7 @@ def lock(folder: Path, error: type[Exception]) -> IO[str]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("w")
+        file = (folder / "lock").open("a")  # a file of that name that is not ours keeps its content
     except OSError as reason:
         raise error(f"{folder} cannot be written: {reason.strerror}") from reason
     try:
@@ -64,6 +64,14 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs in the values of names that both have, each as words for a sentence."""
     return [f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+
+
+def step_of(line: bytes) -> int | None:
+    """The step of which a line of a log tells; None for one that was damaged."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 # --- Ctrl-C and SIGTERM ----------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from ..files_kimi_k3 import DamagedFile, file_digest, load_state, save_state, te
 from ..fingerprint_kimi_k3 import computation_of
 from ..kernels.cross_entropy import IGNORED, chunked_cross_entropy
 from ..packing_kimi_k3 import Packing
-from ..runs_kimi_k3 import changes, lock, postponed_stop, tokenizer_digest
+from ..runs_kimi_k3 import changes, lock, postponed_stop, step_of, tokenizer_digest
 from .balancing import QuantileBalancer
 from .captured import CapturedStep
 from .muon import PerHeadMuon, QKClip, muon_groups
@@ -270,7 +270,7 @@ def _lines_until(log: Path, step: int) -> list[bytes]:
         DataError: for a log in which two runs have written.
     """
     lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []
-    steps = [_step_of(line) for line in lines]
+    steps = [step_of(line) for line in lines]
     known = [number for number in steps if number is not None]
     if known and len(known) > max(known):
         raise DataError(
@@ -278,13 +278,6 @@ def _lines_until(log: Path, step: int) -> list[bytes]:
         )
     later = (place for place, number in enumerate(steps) if number is not None and number > step)
     return [line + b"\n" for line in lines[: next(later, None)]]
-
-
-def _step_of(line: bytes) -> int | None:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, LookupError, TypeError):
-        return None
 
 
 def draw_curve(log: Path, picture: Path) -> None:

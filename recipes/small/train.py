@@ -38,14 +38,14 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.cli.common import Parser, UsageError, add_debug, broken, choose_device, run_or_explain
 from kimi_k3.conversion.plan import MXFP4_SECTION
-from kimi_k3.files_kimi_k3 import load_state, save_state
+from kimi_k3.files_kimi_k3 import load_state, save_state, written_whole
 from kimi_k3.recipes.small.corpus import SEPARATOR
 from kimi_k3.recipes.small.data import RECALL_SHARE, Corpus, StepBatches
 from kimi_k3.recipes.small.episodes import ANSWER_WEIGHT
 from kimi_k3.recipes.small.measure import evaluate, evaluate_suite
 from kimi_k3.recipes.small.model import MixedPrecision, packed_state, small_config
 from kimi_k3.recipes.small.tokenizer import save_tokenizer
-from kimi_k3.runs_kimi_k3 import lock
+from kimi_k3.runs_kimi_k3 import lock, step_of
 from kimi_k3.training.balancing import QuantileBalancer
 from kimi_k3.training.muon import PerHeadMuon, muon_groups
 
@@ -153,6 +153,12 @@ def warm_up(options, tokenizer, corpus):
         print(f"windows of {context}: {compiled:.1f} s for the first step, {again:.3f} s for the second", flush=True)
 
 
+def lines_before(log, step):
+    """The lines of a log about earlier steps, without what a kill or a disk has damaged."""
+    lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []
+    return [line + b"\n" for line in lines if (number := step_of(line)) is not None and number < step]
+
+
 class Run:
     """The training from its start or from a saved state to its end."""
 
@@ -164,7 +170,7 @@ class Run:
         self.progress = self.trainee.load(self.path)
         if self.progress is not None:
             # Steps after the saved state will log their lines again.
-            lines = [line for line in self.log.read_text().splitlines() if json.loads(line)["step"] < self.step]
+            lines = lines_before(self.log, self.step)
         else:
             if options.device.type == "cuda":
                 warm_up(options, tokenizer, corpus)
@@ -180,7 +186,8 @@ class Run:
             counters = {"step": 0, "trained": 0.0, "tokens": 0, "starts": 0}
             self.progress = {"steps": options.steps, "budget": budget, **counters}
         self.progress["starts"] += 1
-        self.log.write_text("".join(f"{line}\n" for line in lines))
+        with written_whole(self.log) as aside:
+            aside.write_bytes(b"".join(lines))
         self.began, self.before = time.monotonic(), self.progress["trained"]
 
     @property

@@ -173,6 +173,13 @@ def test_a_lock_that_is_taken_away_meanwhile_is_made_anew(tmp_path, monkeypatch)
         lock(tmp_path, ValueError)
 
 
+def test_a_file_that_is_called_lock_keeps_its_content(tmp_path):
+    """A run folder may be anybody's."""
+    (tmp_path / "lock").write_text("of another program")
+    with lock(tmp_path, ValueError):
+        assert (tmp_path / "lock").read_text() == "of another program"
+
+
 def test_tensors_and_their_description_are_never_two_halves(tmp_path, monkeypatch):
     """Wherever writing ends: the former pair, the new one, or no description, without which nothing loads."""
     weights, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"

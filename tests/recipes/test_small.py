@@ -210,6 +210,8 @@ def test_a_stopped_run_goes_on_where_it_was_and_its_folder_loads(data, tmp_path)
     for _ in range(2):
         assert train.main(options(data, tmp_path / "stopped", "--steps", "5", "--stop-after", "0")) == 0
     assert [line["step"] for line in lines(tmp_path / "stopped")] == [0, 1]
+    with (tmp_path / "stopped" / "run" / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 2, "lo')  # what a machine leaves that stops
     assert not (tmp_path / "stopped" / "out").exists()
     assert train.main(options(data, tmp_path / "stopped", "--steps", "5")) == 0
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
