@@ -7,7 +7,9 @@ connection that waits for these is there for good. This protocol ends it:
     headers read         its body is whole within `body_seconds` (`server.WholeBody` answers 408 by then)
     answer written       the client takes what is written within `stalled_seconds`
 
-Idle connections between two requests end after uvicorn's `timeout_keep_alive`.
+Idle connections between two requests end after uvicorn's `timeout_keep_alive`. Where as many are open as may be, a new
+one takes the place of the one that has waited longest for its client: who holds many and asks for nothing keeps out
+nobody. Only while all of them have a whole request under way it is refused.
 """
 
 import asyncio
@@ -43,12 +45,23 @@ class LimitedConnection(H11Protocol):
         super().connection_made(transport)
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
-        if len(self.connections) > self.limits.connections:
+        self._waits_since = self.loop.time()
+        if not self._has_place():
             transport.write(_FULL)
             self._close_soon()
             return
         self._headers_only = True
         self._reading = self.loop.call_later(self.limits.header_seconds, transport.abort)
+
+    def _has_place(self) -> bool:
+        """Whether this new connection may be open, perhaps in the place of another."""
+        others = [each for each in self.connections if each is not self and not each.transport.is_closing()]
+        if len(others) < self.limits.connections:
+            return True
+        waiting = [each for each in others if each.conn.their_state in (h11.IDLE, h11.SEND_BODY)]
+        if waiting:
+            min(waiting, key=lambda each: each._waits_since).transport.abort()
+        return bool(waiting)
 
     def data_received(self, data):
         if self.transport.is_closing():
@@ -76,6 +89,7 @@ class LimitedConnection(H11Protocol):
 
     def on_response_complete(self):
         super().on_response_complete()
+        self._waits_since = self.loop.time()
         if self.transport.is_closing():
             self._close_soon()
 

@@ -236,16 +236,36 @@ def test_slow_and_silent_connections_end(model):
     assert server.stop()
 
 
-def test_connections_are_counted(model):
+@contextlib.contextmanager
+def held_forwards(model):
+    """Inside, forwards wait; gives an event that is set when one does."""
+    entered, may_run = threading.Event(), threading.Event()
+
+    def hold(*args):
+        entered.set()
+        may_run.wait(PATIENCE)
+
+    handle = model.get_input_embeddings().register_forward_pre_hook(hold)
+    try:
+        yield entered
+    finally:
+        may_run.set()
+        handle.remove()
+
+
+def test_connections_are_counted_and_those_that_ask_for_nothing_give_way(model):
+    """Whoever holds all of them and sends nothing, or bodies that do not end, keeps nobody out."""
     server = Running(model, limits(connections=ConnectionLimits(connections=3, header_seconds=PATIENCE)))
-    assert server.ask(max_tokens=1).status_code == 200  # whose connection stays
-    two = [connect(server) for _ in range(2)]
+    idle = [connect(server), sent(server, b"POST /v1/comp"), sent(server, request(b"{", length=100))]
     until(lambda: held_connections(server) == 2)
-    refused = rest(connect(server))
-    assert b" 503 " in refused and b"too many connections" in refused
-    two.pop().close()
-    until(lambda: held_connections(server) == 1)
-    assert b" 200 " in rest(sent(server, asking(max_tokens=1)))
+    with held_forwards(model) as entered:
+        asked = [sent(server, asking(max_tokens=1))]
+        assert rest(idle[0]) == b"" and entered.wait(PATIENCE)  # the one that had waited longest gave way
+        asked += [sent(server, asking(max_tokens=1)) for _ in range(2)]
+        assert rest(idle[1]) == rest(idle[2]) == b""
+        refused = rest(connect(server))
+        assert b" 503 " in refused and b"too many connections" in refused
+    assert all(b" 200 " in rest(link) for link in asked)
     assert server.stop()
 
 
@@ -313,14 +333,7 @@ def test_a_body_is_forgotten_before_its_answer_is_whole_and_a_small_one_is_never
 def test_a_client_that_leaves_the_queue_makes_room_at_once(model):
     server = Running(model, limits(waiting=1))
     expected = server.ask(max_tokens=2).json()["choices"][0]["text"]
-    entered, may_run = threading.Event(), threading.Event()
-
-    def hold(*args):
-        entered.set()
-        may_run.wait(PATIENCE)
-
-    handle = model.get_input_embeddings().register_forward_pre_hook(hold)
-    try:
+    with held_forwards(model) as entered:
         first = sent(server, asking(max_tokens=2))
         assert entered.wait(PATIENCE)
         for options in ({}, {"stream": True}):
@@ -331,9 +344,6 @@ def test_a_client_that_leaves_the_queue_makes_room_at_once(model):
             until(lambda: waiting(server) == 0)
         last = sent(server, asking(max_tokens=2))
         until(lambda: waiting(server) == 1)
-    finally:
-        may_run.set()
-        handle.remove()
     assert all(json.dumps(expected).encode() in rest(link) for link in (first, last))
     assert server.stop()
 
