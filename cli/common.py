@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one sentence instead of a usage block."""
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {one_line(message)}\n")
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
@@ -160,6 +160,15 @@ def encode(tokenizer, text: str, **options) -> torch.Tensor:
     return tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids
 
 
+def check_ids(ids: torch.Tensor, config: KimiK3TextConfig, folder: Path) -> None:
+    """Refuse tokens that the model does not know, which a tokenizer of another model makes."""
+    if int(ids.max()) >= config.vocab_size:
+        raise UsageError(
+            f"the tokenizer in {folder} makes the id {int(ids.max())} and the model knows {config.vocab_size}: they do "
+            "not belong together"
+        )
+
+
 def choose_device(name: str) -> torch.device:
     """`auto` takes the GPU where there is one."""
     if name == "cuda" and not torch.cuda.is_available():
@@ -174,13 +183,21 @@ def load_model(
     device: torch.device,
     dtype: str = "auto",
     dequantize: bool = False,
-    check_finite: bool = False,
 ) -> KimiK3ForCausalLM:
-    """The model on `device`, in evaluation mode; `auto` keeps the dtype of the checkpoint."""
+    """The model on `device`, in evaluation mode; `auto` keeps the dtype of the checkpoint.
+
+    Values that are not finite are refused: no command writes wrong texts without a word.
+    """
     with broken(f"the weights in {folder} cannot be loaded"):
-        return KimiK3ForCausalLM.from_pretrained(
-            folder, dtype=dtype, device_map=device, dequantize=dequantize, check_finite=check_finite
+        model = KimiK3ForCausalLM.from_pretrained(
+            folder, dtype=dtype, device_map=device, dequantize=dequantize, check_finite=True
         )
+    ends = model.generation_config.eos_token_id
+    if not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends]) if end is not None):
+        raise UsageError(
+            f"eos_token_id in {folder / 'generation_config.json'} is no token id: {one_line(str(ends), 100)}"
+        )
+    return model
 
 
 def number(kind, accepts, rule: str):

@@ -16,6 +16,7 @@ from .common import (
     UsageError,
     add_seed,
     at_least_one,
+    check_ids,
     choose_device,
     encode,
     load_model,
@@ -199,6 +200,7 @@ def run_generate(args: argparse.Namespace) -> None:
         raise UsageError("--dequantize unpacks MXFP4 experts, and this checkpoint has none")
     tokenizer = load_tokenizer(args.model)
     input_ids = encode(tokenizer, prompt)
+    check_ids(input_ids, config, args.model)
     check_length(config, input_ids.shape[1], args.max_new_tokens)
 
     with keeping("nothing was generated"):

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from ..cli.common import UsageError, add_seed, at_least_one, explained
+from ..cli.common import UsageError, add_seed, at_least_one, explained, number
 from ..runs_kimi_k3 import keeping
 from .inventory import table, take_inventory
 from .plan import EXPERTS, LAYOUTS, Target
@@ -26,10 +26,10 @@ def layer_range(text: str) -> tuple[int, int]:
 
 def byte_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.strip().upper())
-    size = int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")) if match else 0
-    if size < 1:
+    size = float(match[1]) * 1000 ** " KMGT".index(match[2] or " ") if match else 0
+    if not 1 <= size < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a size like 5GB or 500MB, not {text!r}")
-    return size
+    return int(size)
 
 
 @contextlib.contextmanager
@@ -88,7 +88,8 @@ def run_convert(args: argparse.Namespace) -> None:
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", type=Path, metavar="A", help="folder of a checkpoint")
     parser.add_argument("b", type=Path, metavar="B", help="folder of another one")
-    parser.add_argument("--tolerance", type=float, default=0.0, metavar="T", help="largest difference (default: 0)")
+    tolerance = number(float, lambda t: 0 <= t < float("inf"), "must be a number of at least 0")
+    parser.add_argument("--tolerance", type=tolerance, default=0.0, metavar="T", help="largest difference (default: 0)")
     parser.add_argument("--text-only", action="store_true", help="compare the text models only")
     parser.add_argument("--no-logits", action="store_true", help="compare tensors only")
     add_seed(parser, "seed of the prompt (default: %(default)s)")

@@ -111,7 +111,7 @@ def read(path: Path) -> list[Session]:
                 raise ValueError("token counts are whole numbers of at least 1")
             if session.shared > turns[0][0] or not all(0 <= pause < float("inf") for *_, pause in turns):
                 raise ValueError("shared is at most the first turn's new tokens, and pauses are seconds")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is no session: {error}") from error
         found.append(session)
     if not found:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from ..checkpoint_kimi_k3 import refuse_unusable_values
 from ..cli.common import (
     UsageError,
     at_least_one,
@@ -89,6 +90,7 @@ def eval_reader(args: argparse.Namespace, tokens, device: torch.device):
         model = AutoModelForCausalLM.from_pretrained(
             args.model, dtype=dtype, device_map=device, trust_remote_code=False
         ).eval()
+        refuse_unusable_values(dict(model.named_parameters()))
     return ModelReader(model, tokens, args.chunk, args.batch)
 
 

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import platform
+import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -369,8 +370,8 @@ def parse_length(text: str) -> int:
     """Tokens: "4k" is 4,096 and "1m" 1,048,576."""
     scale = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
     digits = text if scale == 1 else text[:-1]
-    if not digits.isdecimal() or int(digits) < 1:
-        raise EvalError(f"{text!r} is no length: write 4096, 4k or 1m")
+    if not re.fullmatch("0*[1-9][0-9]{0,17}", digits):
+        raise EvalError(f"{text[:50]!r} is no length: write 4096, 4k or 1m")
     return int(digits) * scale
 
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import math
 import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -206,6 +207,18 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_address(host: str, port: int) -> None:
+    """Refuse an address at which no server can listen, before minutes of loading."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as link:
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                link.bind(address)
+    except (OSError, UnicodeError) as error:  # UnicodeError: of a name that is too long
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"the server cannot listen at {host}, port {port}: {reason}") from error
+
+
 def run_serve(args: argparse.Namespace) -> None:
     """Serve completions and chats until a signal; what is under way is finished and kept prefixes are written."""
     with needing("serving", "serve"):
@@ -216,10 +229,13 @@ def run_serve(args: argparse.Namespace) -> None:
         from .connections import uvicorn_options
         from .prefix_cache import PrefixCache
         from .stopping import CompletionServer
+    if args.api_key == "":  # of a variable that is not set: everybody would be let in
+        raise UsageError("--api-key is empty: give a key, or leave the option out to let everybody in")
     device = choose_device(args.device)
     config = read_config(args.model)
     tokenizer = load_tokenizer(args.model)
-    model = load_model(args.model, device, args.dtype, check_finite=True)
+    check_address(args.host, args.port)
+    model = load_model(args.model, device, args.dtype)
     budgets = args.device_bytes, args.host_bytes, args.folder, args.disk_bytes if args.folder else 0
     try:
         cache = PrefixCache(model, *budgets)

@@ -20,6 +20,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def save_checkpoint(folder, **changes):
     """Write a random two-layer model (one KDA, one MLA layer) with a tokenizer; `changes` are config keys."""
     ids = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
-    tiny.model("km", max_position_embeddings=POSITIONS, **ids, **changes).save_pretrained(folder)
+    tiny.model("km", max_position_embeddings=POSITIONS, **(ids | changes)).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

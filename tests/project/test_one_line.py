@@ -6,11 +6,13 @@ import os
 import pkgutil
 import shutil
 import signal
+import socket
 import sys
 import threading
 
 import pytest
 import uvicorn
+from safetensors.torch import load_file, save_file
 
 from byte_model import save_checkpoint
 from kimi_k3 import __main__ as cli
@@ -71,6 +73,7 @@ def arguments(command, model, folder, out):
         "eval-cost": ["--lengths", "8", "--out", out],
         "convert": [out],
         "verify": [folder / "model"],
+        "serve": ["--port", 0],
     }.get(command, [])
     if command == "replay":
         return [command, folder / "trace.jsonl", "--model", model, "--scale", "4096"]
@@ -127,6 +130,55 @@ def test_damaged_files_are_named_in_one_line(whole, tmp_path, capsys, monkeypatc
         if code != 2 or len(said) != 1 or lines[-1] != said[0] or not (str(model) in said[0] or file in said[0]):
             wrong.append(f"{file}, {name}, {command}: {code}, {lines[-3:]}")
     assert not wrong, "\n".join(wrong)
+
+
+def changed_model(whole, folder, name, **config):
+    """The path of a copy of the model, or of one with other sizes under the same tokenizer."""
+    shutil.copytree(whole / "model", folder / name)
+    if config:
+        save_checkpoint(folder / name, num_experts=None, **config)
+    return folder / name
+
+
+def test_odd_values_are_named_in_one_line(whole, tmp_path, capsys):
+    """Whatever would be a wrong text, an open door or a traceback; nothing is written."""
+    small = changed_model(whole, tmp_path, "small", vocab_size=100)
+    ends, nan = (changed_model(whole, tmp_path, name) for name in ("ends", "nan"))
+    (ends / "generation_config.json").write_text('{"eos_token_id": "abc"}')
+    tensors = load_file(nan / "model.safetensors")
+    tensors["lm_head.weight"][5, 3] = float("nan")
+    save_file(tensors, nan / "model.safetensors", metadata={"format": "pt"})
+    deep = tmp_path / "deep.jsonl"
+    deep.write_text(DEEP)
+    many, model, out = "9" * 5000, whole / "model", tmp_path / "out"
+    evaluation = ["eval", model, "--tasks", "single", "--out", out, "--lengths"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        wrong = [
+            (["generate", small, "--prompt", "\x80"], "and the model knows 100: they do not belong together"),
+            (["serve", ends, "--port", 0], "ends/generation_config.json is no token id: abc"),
+            *(
+                (arguments(command, nan, whole, out), "lm_head.weight has 1 values that are not finite")
+                for command in ("generate", "train", "eval", "replay", "serve")
+            ),
+            (["serve", model, "--api-key", ""], "--api-key is empty"),
+            (["serve", model, "--port", port], f"cannot listen at 127.0.0.1, port {port}: Address already in use"),
+            (["serve", model, "--host", "192.0.2.1"], "cannot listen at 192.0.2.1, port 8000: Cannot assign"),
+            (["verify", model, model, "--tolerance", "nan"], "must be a number of at least 0, not 'nan'"),
+            (["convert", model, out, "--shard-size", many], "must be a size like 5GB"),
+            (["convert", model, out, "--layers", many], "invalid layer_range value"),
+            ([*evaluation, many], "is no length"),
+            ([*evaluation, "600", "--endpoint", "http://[::1"], "cannot be reached: Invalid IPv6 URL"),
+            (["replay", deep, "--model", model], "deep.jsonl, line 1 is no session"),
+        ]
+        for argv, said in wrong:
+            try:
+                code = cli.main([str(part) for part in argv])
+            except SystemExit as ended:  # argparse's
+                code = ended.code
+            line = capsys.readouterr().err.splitlines()[-1]
+            assert code == 2 and said in line and len(line) < 1200, (argv, code, line)
+    assert not (out / "results.jsonl").read_text() and not (out / "model").exists()
 
 
 def test_an_error_that_nobody_foresaw_is_one_line_with_its_type(whole, tmp_path, capsys, monkeypatch):
