@@ -156,7 +156,6 @@ class KimiK3BatchingManager(ContinuousBatchingManager):
             GenerationOutput(name, list(input_ids), timestamps=[] if record_timestamps else None) for name in names
         ]
         try:
-            limit = limit
             first, *siblings = (self._request(output, limit, ends, streaming, rules) for output in outputs)
             first.siblings = siblings
             self._requests |= zip(names, (first, *siblings), strict=True)
