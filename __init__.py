@@ -18,6 +18,9 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+# From its module, because transformers gives a stand-in where Pillow (5.17: torchvision too) is not installed.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
 from . import configuration_kimi_k3  # noqa: F401  # first, because it refuses unsupported releases in one sentence
 from .cache_kimi_k3 import HybridCache
 from .classification_kimi_k3 import (
@@ -27,6 +30,7 @@ from .classification_kimi_k3 import (
     KimiK3MultimodalForTokenClassification,
 )
 from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig, KimiK3VisionConfig
+from .image_processing_kimi_k3 import KimiK3ImageProcessor
 from .modeling_kimi_k3 import CACHE_ARGUMENT, KimiK3ForCausalLM, KimiK3ForConditionalGeneration, KimiK3Model
 
 AutoConfig.register("kimi_k3", KimiK3Config, exist_ok=True)
@@ -40,6 +44,10 @@ AutoModelForCausalLM.register(KimiK3Config, KimiK3ForConditionalGeneration, exis
 AutoModelForCausalLM.register(KimiK3TextConfig, KimiK3ForCausalLM, exist_ok=True)
 AutoModelForImageTextToText.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
 AutoModelForMultimodalLM.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
+# One class, whichever backend transformers would choose.
+AutoImageProcessor.register(
+    KimiK3Config, image_processor_classes=dict.fromkeys(("pil", "torchvision"), KimiK3ImageProcessor), exist_ok=True
+)
 AutoModelForSequenceClassification.register(KimiK3TextConfig, KimiK3ForSequenceClassification, exist_ok=True)
 AutoModelForTokenClassification.register(KimiK3TextConfig, KimiK3ForTokenClassification, exist_ok=True)
 AutoModelForSequenceClassification.register(KimiK3Config, KimiK3MultimodalForSequenceClassification, exist_ok=True)
@@ -54,6 +62,7 @@ __all__ = [
     "KimiK3ForConditionalGeneration",
     "KimiK3ForSequenceClassification",
     "KimiK3ForTokenClassification",
+    "KimiK3ImageProcessor",
     "KimiK3Model",
     "KimiK3MultimodalForSequenceClassification",
     "KimiK3MultimodalForTokenClassification",

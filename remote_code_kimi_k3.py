@@ -1,9 +1,10 @@
 """What a saved folder needs to load without this package: the code, and the `auto_map` that names its classes.
 
-The remote-code loader copies what the text of a file imports, this text included. No other file imports this one, and a
-model that was loaded without it could not be saved with all of its code:
+The remote-code loader copies what the text of a file imports, this text included. No other file imports these, and a
+model that was loaded without them could not be saved with all of its code:
 
 from .classification_kimi_k3 import
+from .image_processing_kimi_k3 import
 """
 
 import shutil
@@ -28,6 +29,7 @@ CODE_FILES = tuple(
         "fingerprint",
         "generation",
         "graph",
+        "image_processing",
         "images",
         "kernels",
         "layers",

@@ -50,6 +50,7 @@ setup(
         "gguf": ["gguf", "xllamacpp"],
         "serve": ["fastapi", "prometheus-client", "simpy", "tqdm", "uvicorn"],
         "structured": ["xgrammar>=0.2.9"],
+        "images": ["pillow"],
         "test": [
             "datasets",
             "fastapi",
@@ -62,6 +63,7 @@ setup(
             "openai",
             "parameterized",
             "peft>=0.21",
+            "pillow",
             "prometheus-client",
             "pytest>=8",
             "pytest-xdist",

@@ -82,6 +82,7 @@ TESTS = {
     "fingerprint_kimi_k3.py": ("cache/test_fingerprint.py", SNAPSHOTS, PREFIX),
     "generation_kimi_k3.py": (DEFAULTS, CAPTURED, GENERATION, ROUTING, ROLLBACK, STATIC, MATRIX),
     "graph_kimi_k3.py": (CAPTURED, "cache/test_graph.py", STATIC),
+    "image_processing_kimi_k3.py": ("model/test_image_processing.py", "model/test_remote_code.py"),
     "images_kimi_k3.py": (IMAGES,),
     "kernels_kimi_k3.py": ("project/test_imports.py", GOLDEN, "model/test_remote_code.py"),
     "lora_kimi_k3.py": ("training/test_lora.py", "training/test_adapters.py"),

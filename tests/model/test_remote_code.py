@@ -244,26 +244,36 @@ def test_folders_with_our_files_need_nothing_else(data_dir, tmp_path, fresh_pyth
             assert_complete(saved / f"{name}-again", checkpoints[name])
 
 
-# Reads an image of the golden run, from a folder alone.
+# Reads a picture, and an image of the golden run, from a folder alone.
 READ_AN_IMAGE = """
 from transformers import AutoModelForImageTextToText
-folder, data = arguments["folder"], arguments["data"]
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17 hides it without torchvision
+folder, data, picture = arguments["folder"], arguments["data"], arguments["picture"]
 model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).double()
 golden = load_file(data + "/golden.safetensors")
 images = {"pixel_values": golden["pixel_values"][:24], "grid_thws": golden["grid_thws"][:1]}
 with torch.no_grad():
     logits = model(golden["single.input_ids"], attention_mask=golden["single.attention_mask"], **images).logits
 right = (logits - golden["single.logits"]).abs().max().item() < 3e-4
-print(json.dumps([*origin(model), right]))
+processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)
+processor.save_pretrained(folder + "-again")
+pixels = AutoImageProcessor.from_pretrained(folder + "-again", trust_remote_code=True)(picture)["pixel_values"]
+expected = load_file(arguments["pictures"])["gradient_rgb.pixel_values"]
+print(json.dumps([*origin(model), right, *origin(processor), torch.equal(pixels, expected)]))
 """
 
 
 def test_a_folder_with_our_files_reads_images(data_dir, tmp_path, fresh_python):
-    data = data_dir / "k3_vision" / "small_signal"
-    AutoModelForCausalLM.from_pretrained(data).save_pretrained(tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["auto_map"] == WHOLE_AUTO_MAP
-    found = fresh_python(READ_AN_IMAGE, folder=tmp_path / "saved", data=data)
-    assert found == ["transformers_modules", "KimiK3ForConditionalGeneration", True]
+    data, pictures, saved = data_dir / "k3_vision" / "small_signal", data_dir / "k3_images", tmp_path / "saved"
+    AutoModelForCausalLM.from_pretrained(data).save_pretrained(saved)
+    assert json.loads((saved / "config.json").read_text())["auto_map"] == WHOLE_AUTO_MAP
+    kimi_k3.KimiK3ImageProcessor().save_pretrained(saved)
+    kimi_k3.KimiK3ImageProcessor().save_pretrained(tmp_path / "processor")
+    assert files_below(tmp_path / "processor") == {"preprocessor_config.json", "image_processing_kimi_k3.py"}
+    files = {"picture": pictures / "gradient_rgb.png", "pictures": pictures / "golden.safetensors"}
+    found = fresh_python(READ_AN_IMAGE, folder=saved, data=data, **files)
+    assert found[:3] == ["transformers_modules", "KimiK3ForConditionalGeneration", True]
+    assert found[3:] == ["transformers_modules", "KimiK3ImageProcessor", True]
 
 
 def test_push_to_hub_uploads_the_whole_tree(data_dir, monkeypatch):
