@@ -12,6 +12,8 @@ from torch import nn
 
 from ..files_kimi_k3 import save_described
 
+_VISION = ("vision_tower.", "mm_projector.")
+
 
 def lora_targets(
     model: nn.Module,
@@ -21,6 +23,7 @@ def lora_targets(
     shared: bool | None = None,
     latent: bool | None = None,
     router: bool | None = False,
+    vision: bool | None = False,
 ) -> dict:
     """Arguments of `LoraConfig` that adapt exactly the chosen parts: `LoraConfig(r=8, **lora_targets(model))`.
 
@@ -34,6 +37,7 @@ def lora_targets(
         shared: gate, up and down of the shared experts.
         latent: the projections into and out of the experts' latent width.
         router: the router's weight. Off by default, because it moves tokens to experts that have not seen them.
+        vision: every Linear of the vision tower and the projector. Off by default, because text does not reach them.
 
     Returns:
         `task_type`, `target_modules` (full names) and, with the router, `target_parameters`.
@@ -43,11 +47,12 @@ def lora_targets(
     """
     chosen = {
         "attention": (attention, lambda parent, name: parent.endswith(".self_attn")),
-        "dense": (dense, lambda parent, name: parent.endswith(".mlp")),
+        "dense": (dense, lambda parent, name: parent.endswith(".mlp") and not parent.startswith(_VISION)),
         "experts": (experts, lambda parent, name: parent.endswith(".block_sparse_moe") and name == "experts"),
         "shared": (shared, lambda parent, name: parent.endswith(".shared_experts")),
         "latent": (latent, lambda parent, name: name in ("routed_expert_down_proj", "routed_expert_up_proj")),
         "router": (router, lambda parent, name: parent.endswith(".block_sparse_moe") and name == "gate"),
+        "vision": (vision, lambda parent, name: parent.startswith(_VISION)),
     }
     model = model.get_base_model() if isinstance(model, PeftModel) else model
     matched = {part: [] for part in chosen}

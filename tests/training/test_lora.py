@@ -555,3 +555,34 @@ def test_adapters_of_packed_experts_learn(tmp_path):
     )
     adapter.merge_and_unload().save_pretrained(tmp_path / "packed")
     assert loss(load(tmp_path / "packed")) < before - 0.1, "rounding to MXFP4 again keeps what was learned"
+
+
+def test_the_vision_tower_is_adapted_where_it_is_asked_for(data_dir, tmp_path):
+    """Else none of its layers is, which text alone leaves without gradients; the adapter comes back from its file."""
+    folder = data_dir / "k3_vision" / "small_signal"
+    model = load(folder).double()
+    assert not any(name.startswith(("vision_tower", "mm_projector")) for name in lora_targets(model)["target_modules"])
+    parts = dict.fromkeys(("attention", "dense", "experts", "shared", "latent"), False)
+    targets = lora_targets(model, **parts, vision=True)["target_modules"]
+    blocks = len(model.vision_tower.encoder.blocks)
+    assert len(targets) == 4 * blocks + 2 and {name.split(".")[0] for name in targets} == {
+        "vision_tower",
+        "mm_projector",
+    }
+    with pytest.raises(ValueError, match="has nothing to adapt for vision=True"):
+        lora_targets(load(data_dir / "k3_dense_flat"), vision=True)
+
+    golden = load_file(folder / "golden.safetensors")
+    image = {"pixel_values": golden["pixel_values"][:24], "grid_thws": golden["grid_thws"][:1]}
+    ids = golden["single.input_ids"]
+    given = {"input_ids": ids, "attention_mask": golden["single.attention_mask"], **image}
+    torch.manual_seed(0)
+    options = {"r": 2, "init_lora_weights": False}
+    adapter = get_peft_model(model, LoraConfig(**options, **lora_targets(model, **parts, vision=True))).double()
+    adapter(**given, labels=ids).loss.backward()
+    factors = {name: parameter for name, parameter in adapter.named_parameters() if parameter.requires_grad}
+    assert len(factors) == 2 * len(targets) and all(factor.grad.abs().max() > 0 for factor in factors.values())
+    adapter.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(load(folder).double(), tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(again(**given).logits, adapter(**given).logits, **EXACT)
