@@ -212,7 +212,7 @@ def sorted_experts(
         [T, D], rounded once from a float32 sum in the order of `expert_ids`.
     """
     dtype = x.dtype if dtype is None else dtype
-    if torch.is_autocast_enabled(x.device.type):
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         products = torch.get_autocast_dtype(x.device.type)
         x, gate_up, down = (norms.cast(each, products) for each in (x, gate_up, down))
     # A GPU sorts by digits: a quarter of an int64's passes.
