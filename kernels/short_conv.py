@@ -78,6 +78,10 @@ def _in_type(tails, inputs):
 
 
 def _advance_tails(inputs, tails, weights, cu_seqlens):
+    kinds = [(x.shape, x.dtype, w.shape[-1]) for x, w in zip(inputs, weights, strict=True)]
+    (_, length, _), _, width = kinds[0]
+    if cu_seqlens is None and length >= width - 1 and all(kind == kinds[0] for kind in kinds[1:]):
+        return torch.stack([x[:, length - width + 1 :] for x in inputs]).unbind(0)  # one launch in place of one each
     each = _each(inputs, weights, tails)
     return tuple(advance_tail(x, tail, weight.shape[-1], cu_seqlens) for x, weight, tail in each)
 
