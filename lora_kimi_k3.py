@@ -192,7 +192,8 @@ class LoraExperts(nn.Module, LoraLayer):
     def rehearse_merge(self, safe_merge: bool, adapter_names: list[str] | None) -> None:
         """Raise what `merge` would, with nothing changed."""
         names = check_adapters_to_merge(self, adapter_names)
-        self._refuse_merge([name for name in names if name in self.lora_gate_up_A], safe_merge)
+        known = self.lora_gate_up_A
+        self._refuse_merge([name for name in names if name in known], safe_merge)  # type: ignore[operator]
 
     def _refuse_merge(self, names, safe_merge):
         if not (names and (safe_merge or self.packed)):

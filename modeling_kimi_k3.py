@@ -379,7 +379,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         routed_experts: torch.Tensor | None = None,
         cache: HybridCache | None = None,
         context: Any = None,
-        packing: Packing | None = None,
+        packing: Packing | StepPacking | None = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
         """
@@ -408,10 +408,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         layers = self.layers[: self.config.num_hidden_layers]  # lowered while a draft exits early
         wants_routers = bool(output_routed_experts or output_router_logits)
         routed_experts = checked_routing(routed_experts, wants_routers, embeds, layers, self.config)
-        if packing is None:
-            packing = find_packing(attention_mask, position_ids, packed_offsets(kwargs), embeds, cache)
-        elif attention_mask is not None or position_ids is not None:
-            raise ValueError("packing says what attention_mask and position_ids say: leave them out")
+        packing = find_packing(attention_mask, position_ids, packed_offsets(kwargs), embeds, cache, packing)
         cache = self._cache_to_fill(cache, packing, embeds, use_cache)
         if cache is not None:
             is_linear = [layer.is_linear for layer in self.layers]
@@ -420,13 +417,13 @@ class KimiK3Model(KimiK3PreTrainedModel):
         in_blocks = packing is None and self._reads_in_blocks(cache, embeds, output_attentions)
         mask = None if in_blocks else self._attention_mask(embeds, attention_mask, cache, packing, output_attentions)
 
-        wanted = {
-            "hidden_states": self.config.output_hidden_states if output_hidden_states is None else output_hidden_states,
-            "attentions": output_attentions,
-            "router_logits": self.config.output_router_logits if output_router_logits is None else output_router_logits,
-            "routed_experts": output_routed_experts,
+        asked = {"hidden_states": output_hidden_states, "attentions": output_attentions}
+        asked |= {"router_logits": output_router_logits, "routed_experts": output_routed_experts}
+        collected: dict[str, tuple[torch.Tensor, ...]] = {
+            name: ()
+            for name, asks in asked.items()
+            if (getattr(self.config, f"output_{name}") if asks is None else asks)
         }
-        collected: dict[str, tuple[torch.Tensor, ...]] = {name: () for name, is_wanted in wanted.items() if is_wanted}
         finite = [torch.isfinite(embeds).all()] if self.check_finite else None
 
         def observe(stream, **values):

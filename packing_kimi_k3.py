@@ -45,8 +45,11 @@ class Packing:
         """The packing for a layer on `device`; the hooks that join several devices call it, as they do for tensors."""
         if self.cu_seqlens.device == torch.device(device):
             return self
-        tensors = self.order, self.cu_seqlens, self.documents, self.padding
-        return Packing(*(None if x is None else x.to(device) for x in tensors))
+
+        def moved(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.to(device)
+
+        return Packing(moved(self.order), self.cu_seqlens.to(device), moved(self.documents), moved(self.padding))
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, D] -> [1, n, D]"""
@@ -79,6 +82,7 @@ def find_packing(
     cu_seq_lens: torch.Tensor | None,
     embeds: torch.Tensor,
     cache: HybridCache | None,
+    given: Packing | StepPacking | None = None,
 ) -> Packing | StepPacking | None:
     """Find padding and packed documents; None for a plain batch, in which every row is one sequence of real tokens.
 
@@ -89,7 +93,12 @@ def find_packing(
         cu_seq_lens: [N + 1] offsets of documents in a packed row (B = 1), or None.
         embeds: [B, T, hidden].
         cache: once it holds tokens, rows go on and documents are refused.
+        given: the answer, which leaves nothing to be found.
     """
+    if given is not None:
+        if attention_mask is not None or position_ids is not None:
+            raise RefusedForward("packing says what attention_mask and position_ids say: leave them out")
+        return given
     batch, length, _ = embeds.shape
     device = embeds.device
     real = None
@@ -117,6 +126,7 @@ def find_packing(
         return None
     order = None if real is None else real.flatten().nonzero().flatten()
     if starts is None:
+        assert real is not None  # one of them is there
         lengths = real.sum(-1)
         documents = None
     else:

@@ -31,6 +31,7 @@ EVAL_SUITE = "eval/test_eval_suite.py"
 CONVERSION = "conversion/test_conversion.py"
 RESUME = "conversion/test_conversion_resume.py"
 PREFIX = "serving/test_prefix_cache.py"
+HISTORIES = "serving/test_prefix_histories.py"
 TIERS = "serving/test_tiers.py"
 ODD_FOLDERS = "serving/test_odd_folders.py"
 PRIVACY = "serving/test_privacy.py"
@@ -190,11 +191,11 @@ TESTS = {
     "serving/metrics.py": (ANSWERS, SERVER),
     "serving/middleware.py": (ANSWERS, CLIENTS),
     "serving/pool.py": (BATCHING, FORWARDS),
-    "serving/prefix_cache.py": (PREFIX, SERVER, DEFAULTS),
+    "serving/prefix_cache.py": (PREFIX, HISTORIES, SERVER, DEFAULTS),
     "serving/prefix_folder.py": ("serving/test_cache_commands.py", ODD_FOLDERS, PREFIX),
-    "serving/prefix_index.py": (PREFIX, PRIVACY, ADMISSION),
+    "serving/prefix_index.py": (PREFIX, HISTORIES, PRIVACY, ADMISSION),
     "serving/prefix_requests.py": (BATCHING_PREFIXES,),
-    "serving/prefix_store.py": (PREFIX, PRIVACY, BATCHING_PREFIXES, ADMISSION),
+    "serving/prefix_store.py": (PREFIX, HISTORIES, PRIVACY, BATCHING_PREFIXES, ADMISSION),
     "serving/protocol.py": (ANSWERS, SERVER, CLIENTS),
     "serving/replay.py": (REPLAY,),
     "serving/sampling.py": ("serving/test_sampling.py", "serving/test_structured.py", FORWARDS, MANAGER),
@@ -204,7 +205,7 @@ TESTS = {
     "serving/server.py": (SERVER, ANSWERS, CLIENTS),
     "serving/stopping.py": ("serving/test_stop.py", ANSWERS),
     "serving/structured.py": ("serving/test_structured.py",),
-    "serving/tiers.py": (TIERS, ODD_FOLDERS, PRIVACY, PREFIX),
+    "serving/tiers.py": (TIERS, ODD_FOLDERS, PRIVACY, PREFIX, HISTORIES),
     "serving/token_texts.py": (ANSWERS,),
     "speculative/__init__.py": ("speculative/test_speculative.py",),
     "speculative/decoding.py": (DEFAULTS, "speculative/test_speculative.py"),
@@ -287,7 +288,8 @@ QUICK = {
     "conversion/test_conversion_adapters.py": "do_not_fit|two_factors",
     COST: "command|counter",
     REPLAY: "real_cache|medians|knee",
-    PREFIX: "histories|a_kill|two_processes|threads|every_family|write_back_moves|inside_a_forward",
+    HISTORIES: "",
+    PREFIX: "a_kill|two_processes|threads|every_family|write_back_moves|inside_a_forward",
     TIERS: "",
     SERVER: "many_clients|greedy_answers|stop_|same_sample|limited|second_turn",
     "speculative/test_speculative.py": r"not_biased|killed|learns|always_accepted|plain_greedy.*\[[239]",

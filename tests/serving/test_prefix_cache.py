@@ -1,13 +1,11 @@
 """The prefix cache: a hit is a cold run split at the same boundaries, to the last bit, whatever happened before."""
 
 import contextlib
-import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -15,17 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 from peft import LoraConfig, get_peft_model
+from prefix_model import BLOCK, EVERY, MODEL, STATE_BYTES, TOKEN_BYTES, check, cold, make, row, small_model, tokens
 from safetensors.torch import load_file, save_file
 
 import kimi_k3
@@ -38,54 +27,6 @@ from kimi_k3.serving.prefix_cache import PrefixCache
 from kimi_k3.training import lora_targets
 from rounding import EXACT
 from waiting import PATIENCE
-
-BLOCK, EVERY = 4, 12
-# 10,000 operations take minutes: KIMI_K3_EXAMPLES=200 runs them.
-EXAMPLES, STEPS = int(os.environ.get("KIMI_K3_EXAMPLES", "5")), 50
-
-
-def small_model(seed=0):
-    """KDA, MLA, KDA in float64, as small as the layers allow."""
-    settings = {"vocab_size": 32, "q_lora_rank": None, "max_position_embeddings": 4096, "initializer_range": 0.3}
-    return tiny.model("kmk", seed, **settings, **tiny.DENSE, **tiny.NO_SPECIAL).double()
-
-
-MODEL = small_model()
-STATE_BYTES = 2 * (5 * 8 * 8 + 3 * 3 * 40) * 8
-TOKEN_BYTES = (20 + 14) * 8 + 8
-
-
-def row(tokens):
-    return torch.tensor([tokens])
-
-
-def tokens(length, seed=0):
-    return torch.randint(1, 32, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@torch.no_grad()
-def cold(ids, splits, model=MODEL):
-    """Logits of all positions of a run without any cache but its own, split at the given boundaries."""
-    cache, logits, start = HybridCache(model.config), [], 0
-    for end in splits:
-        logits.append(model(row(ids[start:end]), **{CACHE: cache}).logits)
-        start = end
-    return torch.cat(logits, dim=1)
-
-
-def check(cache, ids, model=MODEL):
-    """Run through the cache; equal to the last bit to a cold run with the splits that it names, and close to one
-    without splits. Returns how many tokens were restored."""
-    got, done = cache.forward(row(ids), keep_logits=True)
-    assert done.splits[-1] == len(ids) == done.cache.get_seq_length()
-    assert done.hit == 0 or done.hit in done.splits
-    assert torch.equal(got, cold(ids, done.splits, model)[:, done.hit :])
-    torch.testing.assert_close(got, cold(ids, [len(ids)], model)[:, done.hit :], **EXACT)
-    return done.hit
-
-
-def make(**options):
-    return PrefixCache(MODEL, **{"device_bytes": 1 << 30, "block": BLOCK, "every": EVERY, **options})
 
 
 @pytest.mark.one_release
@@ -716,110 +657,3 @@ def test_a_hit_copies_latents_into_buffers_with_room(monkeypatch):
     monkeypatch.setattr(LatentCacheLayer, "_grown", lambda *args: grown.append(args[2]) or grow(*args))
     _, done = cache.forward(row(tokens(60) + tokens(30, 1)))
     assert done.hit == 59 and grown == [59]
-
-
-class Histories(RuleBasedStateMachine):
-    """Random histories of texts that extend and branch off one another, with tiers that are too small, damaged files,
-    restarts and crashes. Every forward is compared with a cold run, bit for bit."""
-
-    @initialize(through=st.booleans(), device=st.sampled_from([0, 3, 8, 1000]), host=st.sampled_from([0, 3, 1000]))
-    def start(self, through, device, host):
-        self.folder = tempfile.mkdtemp()
-        self.options = {
-            "device_bytes": device * STATE_BYTES, "host_bytes": host * STATE_BYTES, "folder": self.folder,
-            "disk_bytes": 12 * STATE_BYTES, "write_through": through,
-        }  # fmt: skip
-        self.cache = make(**self.options)
-        self.texts = [tokens(5)]
-        self.operations = 0
-
-    @rule(length=st.integers(1, 40), seed=st.integers(0, 5))
-    def insert(self, length, seed):
-        self.texts.append(tokens(length, seed))
-        check(self.cache, self.texts[-1])
-
-    @rule(which=st.integers(0, 99), more=st.integers(1, 15), seed=st.integers(0, 2))
-    def extend(self, which, more, seed):
-        text = self.texts[which % len(self.texts)]
-        if len(text) < 80:
-            self.texts.append(text + tokens(more, seed))
-            check(self.cache, self.texts[-1])
-
-    @rule(which=st.integers(0, 99), at=st.integers(1, 80), more=st.integers(1, 9), seed=st.integers(0, 2))
-    def branch(self, which, at, more, seed):
-        self.texts.append(self.texts[which % len(self.texts)][:at] + tokens(more, seed))
-        check(self.cache, self.texts[-1])
-
-    @rule(which=st.integers(0, 99))
-    def ask_again(self, which):
-        check(self.cache, self.texts[which % len(self.texts)])
-
-    @rule(which=st.integers(0, 99), new=st.integers(1, 6))
-    def turn(self, which, new):
-        text = self.texts[which % len(self.texts)]
-        output, _ = self.cache.generate(row(text), max_new_tokens=new, do_sample=False)
-        self.texts.append(output[0].tolist())
-        check(self.cache, self.texts[-1])
-
-    @rule(level=st.integers(0, 2), states=st.integers(0, 9))
-    def squeeze(self, level, states):
-        """Another budget, which takes effect at once."""
-        tier = self.cache.tiers[level % len(self.cache.tiers)]
-        with self.cache._lock:
-            tier.budget = states * STATE_BYTES
-            self.cache._make_room(self.cache.tiers.index(tier), 0)
-
-    @rule(seed=st.integers(0, 10**6), how=st.sampled_from(["flip", "cut", "delete", "swap"]))
-    def damage(self, seed, how):
-        self.cache.flush()
-        files = sorted(Path(self.folder).rglob("*.safetensors"))
-        if not files:
-            return
-        choose = random.Random(seed)
-        file = choose.choice(files)
-        data = bytearray(file.read_bytes())
-        if how == "flip":
-            data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
-        elif how == "cut":
-            data = data[: choose.randrange(len(data))]
-        elif how == "swap":
-            data = choose.choice(files).read_bytes()
-        file.unlink() if how == "delete" else file.write_bytes(data)
-
-    @rule(crash=st.booleans())
-    def restart(self, crash):
-        """A crash leaves the folder as it is, with the write that was under way."""
-        if crash:
-            self.cache.flush()
-            (self.cache.disk.folder / "0.1-1-1.writing").write_bytes(b"half")
-            self.cache.disk._file_lock.close()
-        else:
-            self.cache.close()
-        self.cache = make(**self.options)
-        assert not list(self.cache.disk.folder.glob("*.writing"))
-
-    @precondition(lambda self: hasattr(self, "cache"))
-    @invariant()
-    def books_are_right(self):
-        cache = self.cache
-        with cache._lock:
-            for tier in cache.tiers:
-                assert tier.used == sum(entry.bytes for entry in tier.entries.values())
-                assert tier.used <= max(tier.budget, 0) or tier.name == "disk"
-                assert all(key in cache.index.segments for key, _ in tier.entries)
-            for segment in cache.index.segments.values():
-                assert segment.pins == 0 and cache.index.has(segment.parent)
-                assert cache._is_kept(segment, "latents")
-
-    def teardown(self):
-        if hasattr(self, "cache"):
-            self.cache.close()
-            shutil.rmtree(self.folder)
-
-
-@pytest.mark.one_release
-def test_histories():
-    """Faults 48, 51: whatever was kept, evicted, damaged or lost, no state is used at another boundary than its own."""
-    # Not shrunk, which takes minutes; the seed of one that fails is printed.
-    how = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
-    run_state_machine_as_test(Histories, settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS, **how))
