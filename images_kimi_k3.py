@@ -1,15 +1,16 @@
 """Images in a text: the places that their tokens take, and their features in these places (`docs/vision.md`)."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .cache_kimi_k3 import HybridCache
-from .configuration_kimi_k3 import KimiK3Config
+from .configuration_kimi_k3 import KimiK3Config, KimiK3VisionConfig
 from .generation_kimi_k3 import one_cache
-from .vision_kimi_k3 import KimiK3Projector, KimiK3VisionTower, checked_grids, merged_patches
+from .vision_kimi_k3 import Grid, KimiK3Projector, KimiK3VisionTower, checked_grids, merged_patches
 
 # What images and grids are called here, and in other models.
 _NAMES = ("pixel_values", "grid_thws")
@@ -186,12 +187,14 @@ class KimiK3ImageMixin:
         cached: int,
         input_ids: torch.Tensor | None,
         others: dict[str, Any],
+        held: int = 0,
         **inputs: Any,
     ) -> tuple[Text, torch.Tensor]:
         """The text with room for images, and its embeddings [B, T', hidden] with their features in place.
 
         Args:
             others: arguments that go to the text model as they are.
+            held: columns that are in a cache; images there keep their placeholders' embeddings, which nobody reads.
             inputs: mask, positions and labels, as `make_room` takes them.
         """
         self._check_reads_images()
@@ -211,9 +214,11 @@ class KimiK3ImageMixin:
                 )
         model: Any = self
         embeds = model.get_input_embeddings()(text.input_ids)
-        features = torch.cat(self.get_image_features(pixel_values, grid_thws)).to(embeds)  # type: ignore[arg-type]
-        places = text.places.to(embeds.device)
-        return text, embeds.flatten(0, 1).index_copy(0, places, features).view_as(embeds)
+        pixel_values, grid_thws, places = _unread(pixel_values, grid_thws, grids, text, config, held)
+        if not len(places):
+            return text, embeds
+        features = torch.cat(self.get_image_features(pixel_values, grid_thws)).to(embeds)
+        return text, embeds.flatten(0, 1).index_copy(0, places.to(embeds.device), features).view_as(embeds)
 
     def _text_inputs(
         self,
@@ -297,12 +302,26 @@ class KimiK3ImageMixin:
             )
         positions = kwargs.pop("position_ids", None)
         text, embeds = self._with_images(
-            pixel_values, grid_thws, 0, inputs, kwargs, attention_mask=mask, position_ids=positions
+            pixel_values, grid_thws, 0, inputs, kwargs, held=cached, attention_mask=mask, position_ids=positions
         )
         beside = {"attention_mask": text.attention_mask, "position_ids": text.position_ids}
         kwargs.update((name, value) for name, value in beside.items() if value is not None)
         output = parent.generate(text.input_ids, *args, inputs_embeds=embeds, **kwargs)
         return _behind_prompt(output, inputs, text.input_ids.shape[1]) if text.grown else output
+
+
+def _unread(
+    pixel_values: Any, grid_thws: Any, grids: Sequence[Grid], text: Text, config: KimiK3VisionConfig, held: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Patches, grids and places of the images with a token behind the first `held` columns of the text."""
+    if not held:
+        return pixel_values, grid_thws, text.places
+    patches = pixel_values.split([math.prod(grid) for grid in grids])
+    places = text.places.split(merged_patches(grids, config))
+    columns = text.input_ids.shape[1]
+    unread = [number for number, part in enumerate(places) if (part % columns >= held).any()]
+    pixels = torch.cat([pixel_values[:0], *(patches[number] for number in unread)])
+    return pixels, grid_thws[unread], torch.cat([text.places[:0], *(places[number] for number in unread)])
 
 
 def _behind_prompt(output: Any, prompt: Any, columns: int) -> Any:

@@ -249,21 +249,45 @@ def test_modes_of_generation(small, settings):
 
 
 def test_a_conversation_goes_on(small):
-    """With all ids, all images and the cache; the first turn is not fed again, and the text is that of a whole run."""
+    """With all ids, all images and the cache: neither the first turn nor its image is read again, and the text is that
+    of a whole run."""
     first, second = images([(1, 4, 6)], 1), images([(1, 4, 2)], 2)
     both = {name: torch.cat([first[name], second[name]]) for name in first}
     ids, cache = torch.tensor([[7, IMAGE, 9]]), HybridCache(small.config)
     turn = small.generate(ids, **first, **{CACHE: cache}, **GREEDY)
     held = int(cache.get_seq_length())
     ids = torch.cat([turn, torch.tensor([[11, IMAGE, 12]])], dim=1)
-    fed = []
-    handle = small.language_model.model.register_forward_pre_hook(
-        lambda _, args, kwargs: fed.append(kwargs["inputs_embeds"].shape[1] if not fed else 0), with_kwargs=True
-    )
+    fed, seen = [], []
+    hooks = [
+        small.language_model.model.register_forward_pre_hook(
+            lambda _, args, kwargs: fed.append(kwargs["input_ids"] is None and kwargs["inputs_embeds"].shape[1]),
+            with_kwargs=True,
+        ),
+        small.vision_tower.register_forward_pre_hook(lambda _, args: seen.append(args[1].tolist())),
+    ]
     again = small.generate(ids, **both, **{CACHE: cache}, **GREEDY)
-    handle.remove()
-    assert fed[0] == ids.shape[1] + 5 + 1 - held
-    assert torch.equal(again, small.generate(ids, **both, **GREEDY))
+    assert fed[0] == ids.shape[1] + 5 + 1 - held and not any(fed[1:]) and seen == [[[1, 4, 2]]]
+    ids = torch.cat([again, torch.tensor([[14]])], dim=1)
+    third = small.generate(ids, **both, **{CACHE: cache}, **GREEDY)
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == 1
+    assert torch.equal(again, small.generate(again[:, :-8], **both, **GREEDY))
+    assert torch.equal(third, small.generate(ids, **both, **GREEDY))
+
+
+@torch.no_grad()
+def test_a_tower_on_another_device_than_the_text(models, data_dir, tmp_path):
+    """Blocks of the tower, the projector and the text apart, as `device_map` lays them."""
+    tensors = models["small_signal"][1]
+    parts = {"vision_tower.patch_embed": "disk", "vision_tower.encoder": "disk", "mm_projector": "cpu"}
+    folder = data_dir / "k3_vision" / "small_signal"
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, device_map={**parts, "language_model": "disk"}, offload_folder=tmp_path
+    )
+    given = prompt_of(tensors, "single", "one")
+    assert (model(**given).logits - tensors["single.logits"]).abs().max() < 3e-4
+    assert model.generate(**given, **GREEDY).shape == (1, 16)
 
 
 # --- refusals
