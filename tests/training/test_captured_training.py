@@ -191,7 +191,7 @@ def test_a_run_on_text_is_captured(captures, monkeypatch, tmp_path):
         model = build("moe", vocab_size=257, eos_token_id=0, bos_token_id=None, pad_token_id=None)
         # In float64, at a rate that moves nothing by as much as a rounding: sums of padded rows are in another order.
         model.to(torch.float32 if ON_GPU else torch.float64)
-        run = text_run.TextRun([str(tmp_path / "text.jsonl")], 6, 300, 2, 1e-13, 0, False)
+        run = text_run.TextRun([str(tmp_path / "text.jsonl")], 5, 130, 2, 1e-13, 0, False)
         with monkeypatch.context() as patch:
             training = text_run.TextTraining(model, byte_tokenizer(), run, tmp_path / str(graphs), 100, graphs)
             patch.setattr(StandIn, "state", (training.balancer._counts, training.clip._largest))
