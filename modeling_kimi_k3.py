@@ -419,11 +419,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
 
         asked = {"hidden_states": output_hidden_states, "attentions": output_attentions}
         asked |= {"router_logits": output_router_logits, "routed_experts": output_routed_experts}
-        collected: dict[str, tuple[torch.Tensor, ...]] = {
-            name: ()
-            for name, asks in asked.items()
-            if (getattr(self.config, f"output_{name}") if asks is None else asks)
-        }
+        wanted = {name: getattr(self.config, f"output_{name}") if x is None else x for name, x in asked.items()}
+        collected: dict[str, tuple[torch.Tensor, ...]] = {name: () for name, is_wanted in wanted.items() if is_wanted}
         finite = [torch.isfinite(embeds).all()] if self.check_finite else None
 
         def observe(stream, **values):
