@@ -67,7 +67,7 @@ DEFAULTS = {
                "--scale": 256, "--turns": 200, "--device": "auto", "--gpu": "b300", "--gpus": 8, "--minutes": 40},
     "serve": {"--host": "127.0.0.1", "--port": 8000, "--device": "auto", "--dtype": "auto", "--device-bytes": 10**9,
               "--host-bytes": 0, "--disk-bytes": 10**10, "--max-new-tokens": 4096, "--max-seconds": 300,
-              "--max-waiting": 256, "--max-connections": 512, "--max-running": 64, "--step-tokens": 2048,
+              "--max-waiting": 256, "--max-connections": 512, "--max-running": 64,
               "--evicted-bytes": 0},
     "cache": {},
     "warmup": {"--batch-size": [1], "--prompt": [1024]},
