@@ -646,7 +646,7 @@ def count_unusable(name: str, tensor: torch.Tensor) -> int:
     """Values that are not finite, or, in a tensor of scales by its name, stand for values that are not."""
     if tensor.dtype == torch.uint8:
         return int((tensor >= _FIRST_UNUSABLE_SCALE).sum()) if name.endswith("_scale") else 0
-    return tensor.numel() - int(torch.isfinite(tensor).sum()) if tensor.is_floating_point() else 0
+    return tensor.numel() - int(torch.isfinite(tensor).sum())
 
 
 def refuse_unusable_values(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -57,7 +57,6 @@ from .layers_kimi_k3 import (
     KimiK3PackedExperts,
     KimiK3PseudoQuery,
     KimiK3RMSNorm,
-    KimiK3RMSNormGated,
     KimiK3ShortConvolution,
     KimiK3TopkRouter,
     Mask,
@@ -315,8 +314,6 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         elif isinstance(module, KimiK3ShortConvolution):
             bound = module.weight.shape[-1] ** -0.5
             init.uniform_(module.weight, -bound, bound)
-        elif isinstance(module, KimiK3RMSNormGated):
-            init.ones_(module.weight)
         elif isinstance(module, KimiK3TopkRouter):
             init.normal_(module.weight, mean=0.0, std=std)
             init.zeros_(module.e_score_correction_bias)

@@ -56,6 +56,28 @@ def test_initial_values_of_the_papers():
     assert (layer.block_sparse_moe.gate.e_score_correction_bias == 0).all()
 
 
+def test_every_tensor_is_drawn_anew():
+    """Whatever memory held before, by the deviation that the configuration names."""
+    model = build()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().fill_(7)
+        tensor._is_hf_initialized = False
+    for module in model.modules():
+        model._init_weights(module)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if "conv" in name:
+            bound = tensor.shape[-1] ** -0.5
+            assert 0.9 * bound < tensor.abs().max() <= bound, name
+        elif "norm" in name:
+            assert (tensor == 1).all(), name
+        elif "res_proj" in name or "correction_bias" in name or name.endswith("A_log"):
+            assert (tensor == 0).all(), name
+        elif not name.endswith("dt_bias"):
+            values, std = tensor.double(), model.config.initializer_range
+            assert values.std().item() == pytest.approx(std, rel=5 / tensor.numel() ** 0.5), name
+            assert values.mean().abs() < 5 * std / tensor.numel() ** 0.5, name
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_reach_every_parameter_that_was_used(variant):
     """Fault 15: experts, gates, decay parameters. Layer 0's first depth mix has one source: its gradient is zero."""

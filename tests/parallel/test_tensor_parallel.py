@@ -3,6 +3,7 @@
 One run of this file as a script does everything that needs two processes: it imports once and forks.
 """
 
+import contextlib
 import copy
 import datetime
 import json
@@ -10,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
-from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig
-from kimi_k3.distributed_kimi_k3 import PipelinePart, check_fit
+from kimi_k3 import HybridCache, KimiK3ForCausalLM, KimiK3TextConfig, distributed_kimi_k3
+from kimi_k3.distributed_kimi_k3 import OwnExperts, PipelinePart, check_fit
 from kimi_k3.parallel import wire
 from kimi_k3.training import QKClip
 from rounding import EXACT
@@ -112,6 +114,20 @@ def test_what_fits_is_let_through(data_dir):
     with pytest.raises(ValueError, match="num_attention_heads is 96, which 64"):
         check_fit(model, DistributedConfig(tp_size=64))
     check_fit(model, DistributedConfig(tp_size=64, enable_expert_parallel=True))
+
+
+@pytest.mark.one_release
+def test_tokens_of_other_processes_experts_are_numbered_past_the_last_one(monkeypatch):
+    """The exchange of releases that have none of their own."""
+    for name in ("complete_gradient", "sum_over_processes"):
+        monkeypatch.setattr(distributed_kimi_k3, name, lambda x, mesh: x)
+    monkeypatch.setattr(distributed_kimi_k3, "local_parameters", lambda module, mesh: contextlib.nullcontext())
+    experts = SimpleNamespace(num_experts=3, forward=lambda *given: given)
+    OwnExperts().install_forward(experts, SimpleNamespace(get_local_rank=lambda: 1))
+    hidden, chosen = torch.randn(2, 4), torch.tensor([[0, 3, 8], [5, 2, 4]])
+    given, own, weights = experts.forward(hidden, chosen, torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]))
+    assert given is hidden and own.tolist() == [[3, 0, 3], [2, 3, 1]]
+    assert torch.equal(weights, torch.tensor([[0.0, 0.2, 0.0], [0.4, 0.0, 0.6]]))
 
 
 @pytest.mark.portable
