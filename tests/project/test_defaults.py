@@ -43,6 +43,7 @@ DEFAULTS = {
     balancing.QuantileBalancerCallback: {"ema": 0.0},
     lora.lora_targets: {
         "attention": None, "dense": None, "experts": None, "shared": None, "latent": None, "router": False,
+        "vision": False,
     },
     muon.muon_groups: {"weight_decay": 0.1},
     muon.PerHeadMuon: {"lr": 1e-3, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-8, "ns_steps": 5},
