@@ -244,7 +244,6 @@ def test_the_bias_is_no_parameter():
     torch.testing.assert_close(chosen_loads(model.train(), ids), chosen_loads(model.eval(), ids), atol=0, rtol=0)
 
 
-@pytest.mark.one_release
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_router_that_runs_is_balanced(when):
     """Of an adapter that trains the router whole: its copy, and not the frozen one, which the reference passes of
