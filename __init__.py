@@ -18,9 +18,6 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-# From its module, because transformers gives a stand-in where Pillow (5.17: torchvision too) is not installed.
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
 from . import configuration_kimi_k3  # noqa: F401  # first, because it refuses unsupported releases in one sentence
 from .cache_kimi_k3 import HybridCache
 from .classification_kimi_k3 import (
@@ -32,6 +29,11 @@ from .classification_kimi_k3 import (
 from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig, KimiK3VisionConfig
 from .image_processing_kimi_k3 import KimiK3ImageProcessor
 from .modeling_kimi_k3 import CACHE_ARGUMENT, KimiK3ForCausalLM, KimiK3ForConditionalGeneration, KimiK3Model
+
+# isort: split
+# Behind the check of the release, because transformers loads itself anew for it. From its module, because there is a
+# stand-in in its place where Pillow (5.17: torchvision too) is not installed.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 AutoConfig.register("kimi_k3", KimiK3Config, exist_ok=True)
 AutoConfig.register("kimi_k3_text", KimiK3TextConfig, exist_ok=True)
