@@ -4,6 +4,7 @@ steps."""
 import importlib
 
 from ..kernels.cross_entropy import chunked_cross_entropy
+from ..parallel.sharding import fully_shard_by_dtype
 from .balancing import QuantileBalancer, QuantileBalancerCallback
 from .captured import CapturedStep, CapturedTraining
 from .muon import PerHeadMuon, QKClip, muon_groups
@@ -25,6 +26,7 @@ __all__ = [
     "QuantileBalancerCallback",
     "chunked_cross_entropy",
     "finish_qat",
+    "fully_shard_by_dtype",
     "muon_groups",
     "start_qat",
     *_OPTIONAL,
