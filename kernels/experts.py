@@ -329,8 +329,9 @@ def groups_on_device(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor)
     if not x.is_cuda:
         return False
     types = {x.dtype, gate_up.dtype, down.dtype}
-    if torch.is_autocast_enabled("cuda") and types <= {torch.float32, torch.bfloat16}:
-        types = {torch.get_autocast_dtype("cuda")}
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and types <= {torch.float32, torch.bfloat16}:
+        types = {torch.get_autocast_dtype(device)}
     if types != {torch.bfloat16}:
         return False
     aligned = all(size % 8 == 0 for size in (*gate_up.shape[1:], *down.shape[1:]))
