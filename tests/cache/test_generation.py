@@ -141,7 +141,8 @@ def test_cache_holds_latents_and_states_only(model, prompt):
     latents = prompt.shape[1] * (text.kv_lora_rank + text.qk_rope_head_dim)
     expected = 2 * 8 * (5 * state + 2 * latents)  # 2 rows of float64, 5 KDA and 2 MLA layers
     assert cache.nbytes == expected
-    held = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in layer.tensors())
+    storages = [t.untyped_storage() for layer in cache.layers for t in layer.tensors()]
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     assert held <= expected + 2 * 8 * 2 * 64 * (text.kv_lora_rank + text.qk_rope_head_dim), "no view of a whole prompt"
     assert all(layer.state.recurrent.dtype == torch.float64 for layer in cache.layers if hasattr(layer, "state"))
 

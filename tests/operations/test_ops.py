@@ -457,7 +457,9 @@ def test_when_the_groups_of_experts_stay_on_the_device(monkeypatch):
     def asked(x=torch.bfloat16, gate_up=torch.bfloat16, down=torch.bfloat16, is_cuda=True, **sizes):
         rows, hidden, width = (sizes.get(name, size) for name, size in (("rows", 96), ("hidden", 40), ("width", 48)))
         weights = torch.empty(3, rows, hidden, dtype=gate_up), torch.empty(3, hidden, width, dtype=down)
-        return experts.groups_on_device(SimpleNamespace(is_cuda=is_cuda, dtype=x), *weights)
+        return experts.groups_on_device(
+            SimpleNamespace(is_cuda=is_cuda, dtype=x, device=torch.device("cuda")), *weights
+        )
 
     monkeypatch.setattr(F, "grouped_mm", None, raising=False)
     assert asked()
