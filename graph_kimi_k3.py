@@ -556,15 +556,20 @@ def _is_capturable(hook: Callable[..., Any]) -> bool:
 _NOT_COMPUTATION = {*vars(torch.nn.Module()), "generation_config"} - {"training", "_parameters", "_buffers", "_modules"}
 
 
+def settings_of_process(device: torch.device) -> list[Any]:
+    """Those that decide which kernels run."""
+    matmul = getattr(getattr(torch.backends, device.type, None), "matmul", None)
+    precision = getattr(matmul, "fp32_precision", None) or getattr(matmul, "allow_tf32", None)
+    return [dispatch.use_triton, torch.are_deterministic_algorithms_enabled(), precision]
+
+
 def examined(model: PreTrainedModel) -> tuple[list, str | None]:
     """What decides what a forward of the model computes, and why its steps must not be captured.
 
     The first compares equal as long as no parameter moved and no module, setting or adapter changed; values inside the
     parameters may, a graph reads them anew.
     """
-    matmul = getattr(getattr(torch.backends, model.device.type, None), "matmul", None)
-    precision = getattr(matmul, "fp32_precision", None) or getattr(matmul, "allow_tf32", None)
-    computation: list[Any] = [dispatch.use_triton, torch.are_deterministic_algorithms_enabled(), precision]
+    computation: list[Any] = settings_of_process(model.device)
     computation += [_plain(vars(model.config)), _plain(vars(model.config.get_text_config(decoder=True)))]
     devices: set[torch.device] = set()
     reason = None

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..graph_kimi_k3 import Graph, GraphMemory, described_error, examined, has_graphs, waiting
-from ..kernels import dispatch
+from ..graph_kimi_k3 import Graph, GraphMemory, described_error, examined, has_graphs, settings_of_process, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -181,8 +180,9 @@ class CapturedStep:
 
         Looking at everything takes as long as a few layers; that nothing was put in another's place is seen at once.
         """
-        place = self.model.device.type
-        process = torch.is_grad_enabled(), torch.is_autocast_enabled(place), _has_any_global_hook(), _settings(place)
+        place = self.model.device
+        process = (torch.is_grad_enabled(), torch.is_autocast_enabled(place.type), _has_any_global_hook(),
+                   *settings_of_process(place))  # fmt: skip
         parts, marks = _parts(self.model)
         if process == self._process and marks == self._marks and len(parts) == len(self._parts):
             if all(map(operator.is_, parts, self._parts)):
@@ -229,12 +229,6 @@ def _reason(model: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> str
                 "gradient_checkpointing_enable({'use_reentrant': False, 'preserve_rng_state': False})"
             )
     return None
-
-
-def _settings(device: str) -> tuple:
-    """Of the process, what decides which kernels run."""
-    matmul = getattr(getattr(torch.backends, device, None), "matmul", None)
-    return dispatch.use_triton, torch.are_deterministic_algorithms_enabled(), getattr(matmul, "allow_tf32", None)
 
 
 _CONTAINERS = frozenset((dict, collections.OrderedDict, list, tuple, set))
