@@ -26,6 +26,7 @@ from safetensors import torch as safetensors
 from ..fingerprint_kimi_k3 import model_fingerprint
 from .batch import PrefillBatch, attend_parts, parts_of, prefill_logits
 from .pool import Saved, Sequence, StatePool
+from .sent import sent
 
 _SIZES = struct.Struct("<IQ")  # of a message: bytes of its JSON head and of its tensors
 _MOST_HEAD, _MOST_TENSORS = 64 << 20, 64 << 30
@@ -137,9 +138,9 @@ class Prefiller:
             raise self._error
 
     def _feed(self, sequence: Sequence, tokens: list[int], stored: Callable[[int], None]) -> None:
-        pool, length = self.pool, sequence.length
-        attend = functools.partial(attend_parts, pool, parts_of(pool, [sequence], [len(tokens)]))
-        places = pool.places(sequence, length, length + len(tokens)) if pool.latents else None
+        pool = self.pool
+        parts, rows = parts_of(pool, [sequence], [len(tokens)])
+        attend, places = functools.partial(attend_parts, pool, parts), sent(rows, pool.device)
         slot, ids = (torch.tensor(numbers, device=pool.device) for numbers in ([sequence.slot], tokens))
         batch = PrefillBatch(pool, slot, places, None, attend, stored)
         prefill_logits(self.model, ids, ids.new_tensor([len(tokens) - 1]), batch)

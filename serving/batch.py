@@ -24,6 +24,7 @@ from ..packing_kimi_k3 import Packing
 from ..rollback_kimi_k3 import KDAState
 from .pool import Sequence, StatePool
 from .scoring import Scored
+from .sent import sent
 
 
 class _Slots:
@@ -145,11 +146,16 @@ class Part:
     seen: torch.Tensor
 
 
-def parts_of(pool: StatePool, sequences: list[Sequence], counts: list[int]) -> list[Part]:
-    """What a prefill of `counts[i]` new tokens of `sequences[i]` reads; the pages must have room for them."""
-    ends = [sequence.length + count for sequence, count in zip(sequences, counts, strict=True)]
-    each = zip(sequences, counts, ends, strict=True)
-    return [Part(count, end, pool.places(sequence, 0, end)) for sequence, count, end in each if pool.latents]
+def parts_of(pool: StatePool, sequences: list[Sequence], counts: list[int]) -> tuple[list[Part], torch.Tensor]:
+    """What a prefill of `counts[i]` new tokens of `sequences[i]` reads, and the rows of the latents' buffers that the
+    new ones have, [n] int64 on the host; nothing where no layer keeps latents. The pages must have room for them."""
+    parts, new = [], [torch.empty(0, dtype=torch.int64)]
+    for sequence, count in zip(sequences, counts, strict=True):
+        if pool.latents:
+            rows = pool.rows(sequence, 0, sequence.length + count)
+            parts.append(Part(count, len(rows), sent(rows, pool.device)))
+            new.append(rows[-count:])
+    return parts, torch.cat(new)
 
 
 class PrefillBatch:

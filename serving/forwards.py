@@ -238,12 +238,12 @@ class Forwards:
             scored: of every sequence what else is to be told of its tokens, if anything.
         """
         counts = [len(new) for new in tokens]
-        parts = parts_of(self.pool, sequences, counts)
+        parts, rows = parts_of(self.pool, sequences, counts)
         starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
         told = [(asked, start) for asked, start in zip(scored, starts, strict=False) if asked is not None]
         attend = functools.partial(attend_parts, self.pool, parts)
         is_exact = self._refused or bool(told) or not self.cuts_prefills
-        table, size = self._prefill_table(sequences, tokens, starts, is_exact)
+        table, size = self._prefill_table(sequences, tokens, starts, rows, is_exact)
         forward = _Prefill(self.model, self.pool, *size)
         if is_exact:
             logits = forward(sent(table, self.pool.device), attend, told)
@@ -257,16 +257,17 @@ class Forwards:
         return logits[: len(sequences)]
 
     def _prefill_table(
-        self, sequences: list[Sequence], tokens: list[list[int]], starts: list[int], is_exact: bool
+        self,
+        sequences: list[Sequence],
+        tokens: list[list[int]],
+        starts: list[int],
+        rows: torch.Tensor,
+        is_exact: bool,
     ) -> tuple[torch.Tensor, tuple[int, int]]:
-        """The table of a prefill, and for how many tokens and sequences it is."""
+        """The table of a prefill, and for how many tokens and sequences it is. `rows` as `parts_of` returns them."""
         pool, length, count = self.pool, starts[-1], len(sequences)
         ids = [token for new in tokens for token in new]
-        places = [0] * length
-        if pool.latents:
-            each = zip(sequences, tokens, strict=True)
-            rows = [pool.rows(sequence, sequence.length, sequence.length + len(new)) for sequence, new in each]
-            places = torch.cat(rows).tolist()
+        places = rows.tolist() if pool.latents else [0] * length
         slots = [sequence.slot for sequence in sequences]
         size = length, count
         if not is_exact:  # a sequence more has what the tokens are too many
